@@ -1,0 +1,42 @@
+"""Triptych: PyTorch kernels in three implementations behind one registry, so that bugs are found by swapping them."""
+
+from triptych import layers
+from triptych.errors import (
+    ArgumentError,
+    BuildError,
+    CheckFailed,
+    EnvironmentVariableError,
+    PluginError,
+    PolicyError,
+    Refused,
+    TriptychError,
+    UsageError,
+)
+from triptych.explain import explain
+from triptych.layers import name_layers
+from triptych.ops.add_rms_norm import add_rms_norm
+from triptych.ops.rms_norm import rms_norm
+from triptych.report import calls, report
+from triptych.scope import use
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "BuildError",
+    "CheckFailed",
+    "EnvironmentVariableError",
+    "PluginError",
+    "PolicyError",
+    "Refused",
+    "TriptychError",
+    "UsageError",
+    "add_rms_norm",
+    "calls",
+    "explain",
+    "layers",
+    "name_layers",
+    "report",
+    "rms_norm",
+    "use",
+]

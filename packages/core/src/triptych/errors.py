@@ -1,0 +1,82 @@
+"""Every exception Triptych raises, and how their texts are built.
+
+    TriptychError
+    ├── UsageError (ValueError)         what was asked cannot be meant
+    │   ├── PolicyError                 a rule that does not parse, or names something unknown
+    │   ├── ArgumentError               an op called with tensors or scalars that do not fit together
+    │   └── EnvironmentVariableError    a TRIPTYCH_ variable that is unknown or has no valid value
+    ├── Refused (RuntimeError)          no backend that the policy allows can run this call
+    ├── PluginError (RuntimeError)      a plug-in is broken, missing or claimed twice
+    ├── BuildError (RuntimeError)       a native part could not be compiled
+    └── CheckFailed (RuntimeError)      a check that the user switched on found a wrong result
+
+A text says what was asked, what was found, what would work and what to do, in that order.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class TriptychError(Exception):
+    """Root of the tree: catching it catches everything Triptych raises on purpose."""
+
+
+class UsageError(TriptychError, ValueError):
+    """What was asked for cannot be meant: an unknown name, a value out of range."""
+
+
+class PolicyError(UsageError):
+    """A policy rule does not parse, or names an op, backend or phase that does not exist."""
+
+
+class ArgumentError(UsageError):
+    """An op was called with tensors or scalars that do not fit together. Nothing was launched."""
+
+
+class EnvironmentVariableError(UsageError):
+    """A variable that begins with TRIPTYCH_ is unknown, or its value is not valid."""
+
+
+class Refused(TriptychError, RuntimeError):
+    """No backend that the policy allows can run the call. Nothing was launched.
+
+    Attributes:
+        rejected: pairs (backend name, reasons), in the order in which they were asked.
+    """
+
+    def __init__(self, message: str, rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()) -> None:
+        super().__init__(message)
+        self.rejected = rejected
+
+
+class PluginError(TriptychError, RuntimeError):
+    """A backend or op plug-in is broken, missing, or claimed by two distributions."""
+
+
+class BuildError(TriptychError, RuntimeError):
+    """A native part of a backend could not be compiled."""
+
+
+class CheckFailed(TriptychError, RuntimeError):
+    """A check that the user switched on (non-finite values, a mismatch, an asynchronous device error) failed.
+
+    Attributes:
+        signature: a short text that is the same for every occurrence of the same fault.
+    """
+
+    def __init__(self, message: str, signature: str) -> None:
+        super().__init__(message)
+        self.signature = signature
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A sentence that names what would have worked: the close matches first, else everything there is."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    if close:
+        return f"Did you mean {' or '.join(repr(match) for match in close)}?"
+    if not names:
+        return "None are installed."
+    return f"Known: {', '.join(names)}."

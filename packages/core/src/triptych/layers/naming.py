@@ -1,0 +1,54 @@
+"""Layer names: the module path under which policies, traces and reports know a layer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+
+def name_layers(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    """Give every Triptych layer in `model` its module path as its name.
+
+    A layer is any module with a `layer_name` attribute. A module that is used in several places keeps its first path.
+    Names are plain attributes: they are not part of the state_dict. Under torch.compile a name is a constant of the
+    graph; compile the whole model, not block by block, or leave layers unnamed.
+
+    Args:
+        model: the root; wrappers of torch.compile and of data parallelism leave no trace in the names.
+        prefix: put before each path, with a dot.
+
+    Returns:
+        The named layers by name.
+    """
+    named: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if hasattr(module, "layer_name"):
+            parts = [part for part in path.split(".") if part not in ("_orig_mod", "module", "_fsdp_wrapped_module")]
+            name = ".".join(([prefix] if prefix else []) + parts)
+            module.layer_name = name
+            named[name] = module
+    return named
+
+
+def name_layers_when_called() -> Callable[[], None]:
+    """Name the layers of every model at its first call, unless they have names already. Returns the undo.
+
+    For programs that never call `name_layers`: switched on while a trace is written or a policy selects by layer.
+    """
+    seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def hook(module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or module in seen:
+            return
+        layers = [inner for inner in module.modules() if hasattr(inner, "layer_name")]
+        seen.update(module.modules())
+        if layers and not any(inner.layer_name for inner in layers):
+            name_layers(module)
+
+    handle = register_module_forward_pre_hook(hook)
+    return handle.remove

@@ -1,0 +1,91 @@
+"""Each op as real PyTorch operators: `torch.ops.triptych.<op>` and `torch.ops.triptych.<op>_backward`.
+
+The operator is opaque to tracers: it has a schema, a fake kernel and an autograd formula, and selects its backend when
+it runs, so that a policy switch needs no recompile. The forward operator returns everything that forward computes
+(rms_norm: y and rstd); the public functions return only what is differentiable.
+
+In a compiled or exported graph only operator outputs pass from forward to backward; backward therefore follows the
+policy that is in force when it runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from triptych.call import BACKWARD, FORWARD
+from triptych.opspec import Tensors
+
+if TYPE_CHECKING:
+    from triptych.dispatch import Op
+
+_library = torch.library.Library("triptych", "FRAGMENT")
+
+
+def define(op: Op) -> None:
+    """Define the operators of `op`."""
+    for phase in op.spec.phases:
+        _define_phase(op, phase)
+    if op.spec.backward is not None:
+        _define_autograd(op)
+
+
+def _define_phase(op: Op, phase: str) -> None:
+    spec = op.spec
+    name = spec.operator_name(phase)
+    fake = spec.phase(phase).fake
+
+    def body(*args: Any) -> Tensors:
+        return op.run_phase(args[-1], phase, args[:-1])
+
+    def empty(*args: Any) -> Tensors:
+        return fake(*args[:-1])
+
+    _library.define(f"{name}{spec.phase(phase).schema()}", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, body, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"triptych::{name}", empty, lib=_library)
+
+
+def _define_autograd(op: Op) -> None:
+    from triptych.dispatch import second_derivative_text
+
+    spec = op.spec
+    names = spec.forward.tensor_names
+    count, kept = len(names), len(spec.differentiable)
+    assert spec.backward is not None
+    optional = tuple(name.endswith("?") for name in spec.backward.tensors[:kept])
+    backward_name = spec.operator_name(BACKWARD)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        *args, ctx.layer = inputs
+        ctx.scalars = tuple(args[count:])
+        values = dict(zip(names + spec.forward.outputs, (*args[:count], *output), strict=True))
+        ctx.save_for_backward(*(values[name] for name in spec.saved))
+        ctx.mark_non_differentiable(*output[kept:])
+        ctx.set_materialize_grads(False)
+        ctx.likes = tuple((out.shape, out.dtype, out.device) for out in output[:kept])
+
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        wants = dict(zip(names, ctx.needs_input_grad[:count], strict=True))
+        needs = spec.wanted(wants)
+        given = [
+            grad if grad is not None or allowed else torch.zeros(shape, dtype=dtype, device=device)
+            for grad, allowed, (shape, dtype, device) in zip(grads[:kept], optional, ctx.likes, strict=True)
+        ]
+        operator = getattr(torch.ops.triptych, backward_name).default
+        results = operator(*given, *ctx.saved_tensors, *ctx.scalars, *needs, ctx.layer)
+        by_input: dict[str, torch.Tensor | None] = dict.fromkeys(names)
+        for result, inputs, need in zip(results, spec.gradients, needs, strict=True):
+            for name in inputs:
+                if need and wants[name]:
+                    by_input[name] = result
+        return (*by_input.values(), *((None,) * len(spec.forward.scalars)), None)
+
+    def refuse(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(second_derivative_text(spec.name))
+
+    torch.library.register_autograd(
+        f"triptych::{spec.operator_name(FORWARD)}", backward, setup_context=setup_context, lib=_library
+    )
+    torch.library.register_autograd(f"triptych::{backward_name}", refuse, lib=_library)

@@ -1,0 +1,1 @@
+"""The ops: one file each, in the order maths, public function, checks, reference, bounds, composite, cases, spec."""

@@ -1,0 +1,392 @@
+"""rms_norm: root mean square layer normalisation (Zhang and Sennrich, 2019).
+
+    rstd = 1 / sqrt(mean(x^2) + eps)        over the last dimension
+    y    = x * rstd * (weight + offset)
+
+    backward, with g = weight + offset, xhat = x * rstd and wdy = dy * g:
+    dx   = rstd * (wdy - xhat * mean(wdy * xhat))
+    dw   = sum of dy * xhat over all rows
+
+Shapes: N = columns, the last dimension; x, y, dy, dx [..., N]; weight, dw [N]; rstd [...].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import torch
+
+from triptych import samples as make
+from triptych.dispatch import define
+from triptych.errors import ArgumentError
+from triptych.opspec import OpSpec, Phase, Sample, Tensors
+
+Tensor = torch.Tensor
+Rounding = Literal["after_weight", "before_weight"]
+ROUNDINGS: tuple[str, ...] = ("after_weight", "before_weight")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+# --- the public function ---------------------------------------------------------------------------------------------
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float | None = None,
+    offset: float = 0.0,
+    rounding: Rounding = "after_weight",
+    layer: str = "",
+) -> Tensor:
+    """Normalise the last dimension of `x` by its root mean square and scale it.
+
+    Args:
+        x: [..., N]; float32, bfloat16, float16 or float64; any strides.
+        weight: [N], of x's dtype, or float32 or another 16-bit type beside a 16-bit x; None scales by 1.
+        eps: added to the mean square; None means `torch.finfo(x.dtype).eps`, as in torch.nn.RMSNorm.
+        offset: added to weight (1.0 for Gemma, whose weights are stored around 0).
+        rounding: where the result is rounded to x's dtype: "after_weight" once, at the end, as torch.nn.RMSNorm does;
+            "before_weight" x * rstd is rounded first and the product again, as Llama's own code does.
+        layer: the name under which policies and reports know the caller.
+
+    Returns:
+        [..., N] in x's dtype, contiguous. Statistics and products are float32 (float64 for float64).
+
+    Raises:
+        ArgumentError: the arguments do not fit together.
+        Refused: the policy allows no backend that can run it.
+    """
+    if eps is None:
+        eps = _default_eps(x)
+    return _rms_norm(layer, x, weight, eps, offset, rounding)[0]
+
+
+def _default_eps(x: Tensor) -> float:
+    return torch.finfo(x.dtype).eps if isinstance(x, Tensor) and x.dtype.is_floating_point else 0.0
+
+
+# --- what every backend may rely on -----------------------------------------------------------------------------------
+
+
+def check(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> None:
+    check_norm("rms_norm", x, weight, eps, offset, rounding)
+
+
+def check_norm(op: str, x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> None:
+    """Raise ArgumentError unless the arguments of a root mean square norm fit together."""
+    if not isinstance(x, Tensor):
+        raise ArgumentError(f"{op}: x is a {type(x).__name__}. It must be a torch.Tensor.")
+    if x.dtype not in FLOATS:
+        raise ArgumentError(
+            f"{op}: x has dtype {x.dtype}. It must be float32, bfloat16, float16 or float64; convert it with x.to(...)."
+        )
+    if x.dim() == 0:
+        raise ArgumentError(f"{op}: x is a scalar tensor. It needs at least one dimension, the one to normalise.")
+    if weight is not None:
+        if not isinstance(weight, Tensor):
+            raise ArgumentError(f"{op}: weight is a {type(weight).__name__}. It must be a torch.Tensor or None.")
+        if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
+            raise ArgumentError(
+                f"{op}: weight has shape {list(weight.shape)} and x has shape {list(x.shape)}. "
+                f"weight must have shape [{x.shape[-1]}], the last dimension of x."
+            )
+        if weight.device != x.device:
+            raise ArgumentError(
+                f"{op}: weight is on {weight.device} and x is on {x.device}. Move one to the other's device."
+            )
+        wide = torch.float64
+        if weight.dtype not in FLOATS or (weight.dtype is wide) != (x.dtype is wide):
+            raise ArgumentError(
+                f"{op}: weight has dtype {weight.dtype} and x has dtype {x.dtype}. "
+                f"weight must have x's dtype, or float32, bfloat16 or float16 beside an x that is not float64."
+            )
+        if x.dtype is torch.float32 and weight.dtype is not torch.float32:
+            raise ArgumentError(
+                f"{op}: weight has dtype {weight.dtype} and x has dtype {x.dtype}. A float32 x takes a float32 weight; "
+                f"convert it with weight.float()."
+            )
+    elif offset != 0:
+        raise ArgumentError(f"{op}: offset is {offset} but there is no weight to add it to. Pass a weight, or offset 0.")
+    if not eps >= 0 or eps == float("inf"):
+        raise ArgumentError(f"{op}: eps is {eps}. It must be a finite number, 0 or greater.")
+    if not abs(offset) < float("inf"):
+        raise ArgumentError(f"{op}: offset is {offset}. It must be a finite number.")
+    if rounding not in ROUNDINGS:
+        raise ArgumentError(f"{op}: rounding is {rounding!r}. It must be 'after_weight' or 'before_weight'.")
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of rstd and of every sum: float32, or float64 for float64."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def fake_forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> Tensors:
+    rstd = torch.empty(x.shape[:-1], dtype=statistics_dtype(x.dtype), device=x.device)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), rstd
+
+
+def fake_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    eps: float,
+    offset: float,
+    rounding: str,
+    need_dx: bool,
+    need_dw: bool,
+) -> Tensors:
+    dx = torch.empty(x.shape if need_dx else (0,), dtype=x.dtype, device=x.device)
+    if weight is None:
+        return dx, torch.empty((0,), dtype=x.dtype, device=x.device)
+    return dx, torch.empty(weight.shape if need_dw else (0,), dtype=weight.dtype, device=x.device)
+
+
+# --- the reference: float64 inside --------------------------------------------------------------------------------------
+
+
+def scale64(x: Tensor, weight: Tensor | None, offset: float) -> Tensor:
+    """weight + offset in float64; ones without a weight."""
+    if weight is None:
+        return torch.ones(x.shape[-1], dtype=torch.float64, device=x.device)
+    return weight.double() + offset
+
+
+def normalised64(x: Tensor, rstd: Tensor, rounding: str) -> Tensor:
+    """x * rstd in float64, rounded to x's dtype where the convention says so."""
+    xhat = x.double() * rstd.double().unsqueeze(-1)
+    return xhat.to(x.dtype).double() if rounding == "before_weight" else xhat
+
+
+def reference_forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> Tensors:
+    """In float64 throughout; y is not rounded at the end, so that the distance to it is the implementation's own."""
+    mean_square = x.double().pow(2).sum(-1) / max(x.shape[-1], 1)
+    rstd = 1.0 / torch.sqrt(mean_square + eps)
+    return normalised64(x, rstd, rounding) * scale64(x, weight, offset), rstd
+
+
+def reference_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    eps: float,
+    offset: float,
+    rounding: str,
+    need_dx: bool,
+    need_dw: bool,
+) -> Tensors:
+    """In float64 throughout. Rounding is passed straight through; dw sees the rounded x * rstd, as autograd would."""
+    columns = x.shape[-1]
+    scale = rstd.double().unsqueeze(-1)
+    xhat = x.double() * scale
+    wdy = dy.double() * scale64(x, weight, offset)
+    dx = scale * (wdy - xhat * (wdy * xhat).sum(-1, keepdim=True) / max(columns, 1))
+    dw = (dy.double() * normalised64(x, rstd, rounding)).reshape(-1, columns).sum(0)
+    nothing = torch.empty(0, dtype=torch.float64, device=x.device)
+    return (dx if need_dx else nothing), (dw if need_dw and weight is not None else nothing)
+
+
+# --- how far from the reference a correct implementation may lie -----------------------------------------------------------
+
+
+def unit(dtype: torch.dtype) -> float:
+    """The unit roundoff: half the distance from 1 to the next number."""
+    return torch.finfo(dtype).eps / 2
+
+
+def sum_error(length: int, dtype: torch.dtype) -> float:
+    """Relative error, to the sum of magnitudes, of a sum of `length` products in `dtype`, in any order.
+
+    Rounding errors behave as independent: the error exceeds lambda * sqrt(n) * u with probability
+    2 exp(-lambda^2 / 2) (Higham and Mary, 2019, theorem 2.4); lambda = 6 gives 3e-8 a sum. 8 u more for what surrounds
+    the sum: the products, the division, the root.
+    """
+    return float(6 * length**0.5 + 8) * unit(statistics_dtype(dtype))
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """The absolute rounding error near zero: one subnormal step."""
+    info = torch.finfo(dtype)
+    return info.smallest_normal * info.eps
+
+
+def bound_forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> Tensors:
+    """y: one rounding, or that of x * rstd, which may fall to the neighbour (2 u), and one; plus half rstd's sum."""
+    y, rstd = reference_forward(x, weight, eps, offset, rounding)
+    statistics = sum_error(x.shape[-1], x.dtype)
+    roundings = 3 if rounding == "before_weight" else 1
+    y_bound = y.abs() * (roundings * unit(x.dtype) + statistics) + smallest(x.dtype)
+    return y_bound, rstd.abs() * statistics
+
+
+def bound_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    eps: float,
+    offset: float,
+    rounding: str,
+    need_dx: bool,
+    need_dw: bool,
+) -> Tensors:
+    """dx cancels, so its bound grows with the magnitudes of its two terms; dw's with the magnitudes of its summands.
+
+    With rounding "before_weight" a summand of dw may hold the neighbour of the reference's rounded x * rstd. That
+    happens when x * rstd lies within its own float32 error of a tie: for a fraction p of the elements.
+    """
+    dx, dw = reference_backward(dy, x, weight, rstd, eps, offset, rounding, need_dx, need_dw)
+    columns = x.shape[-1]
+    rows = x.numel() // max(columns, 1)
+    scale = rstd.double().abs().unsqueeze(-1)
+    xhat = x.double().abs() * scale
+    if need_dx:
+        wdy = dy.double().abs() * scale64(x, weight, offset).abs()
+        terms = scale * (wdy + xhat * (wdy * xhat).sum(-1, keepdim=True) / max(columns, 1))
+        dx = dx.abs() * unit(x.dtype) + terms * sum_error(columns, x.dtype) + smallest(x.dtype)
+    if need_dw and weight is not None:
+        summands = (dy.double().abs() * xhat).reshape(-1, columns)
+        dw = dw.abs() * unit(weight.dtype) + summands.sum(0) * sum_error(rows, x.dtype) + smallest(weight.dtype)
+        if rounding == "before_weight" and rows:
+            p = 8 * unit(statistics_dtype(x.dtype)) / unit(x.dtype)
+            dw = dw + (4 + 8 * p * rows) * 2 * unit(x.dtype) * summands.amax(0)
+    return dx, dw
+
+
+# --- plain PyTorch, one operation after the other ----------------------------------------------------------------------------
+
+
+def composite_forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> Tensors:
+    wide = x.to(statistics_dtype(x.dtype))
+    rstd = torch.rsqrt(wide.pow(2).mean(-1) + eps)
+    y = wide * rstd.unsqueeze(-1)
+    if rounding == "before_weight":
+        y = y.to(x.dtype).to(wide.dtype)
+    if weight is not None:
+        y = y * (weight.to(wide.dtype) + offset)
+    return y.to(x.dtype, memory_format=torch.contiguous_format), rstd.contiguous()
+
+
+def composite_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    eps: float,
+    offset: float,
+    rounding: str,
+    need_dx: bool,
+    need_dw: bool,
+) -> Tensors:
+    dx, dw = fake_backward(dy, x, weight, rstd, eps, offset, rounding, False, False)
+    scale = rstd.unsqueeze(-1)
+    wide_dy = dy.to(rstd.dtype)
+    xhat = x.to(rstd.dtype) * scale
+    if need_dx:
+        wdy = wide_dy if weight is None else wide_dy * (weight.to(rstd.dtype) + offset)
+        wide_dx = scale * (wdy - xhat * (wdy * xhat).mean(-1, keepdim=True))
+        dx = wide_dx.to(x.dtype, memory_format=torch.contiguous_format).reshape(x.shape)
+    if need_dw and weight is not None:
+        seen = xhat.to(x.dtype).to(rstd.dtype) if rounding == "before_weight" else xhat
+        rows = x.numel() // max(x.shape[-1], 1)
+        dw = (wide_dy * seen).reshape(rows, x.shape[-1]).sum(0).to(weight.dtype)
+    return dx, dw
+
+
+# --- the cases of the conformance suite ----------------------------------------------------------------------------------------
+
+
+def layout_cases(maker_count: int) -> Iterator[tuple[str, tuple[make.Maker, ...], int]]:
+    """(name, makers of the [..., N] inputs, N) for every layout and length that has broken a kernel somewhere."""
+    lengths = (1, 2, 3, 7, 8, 31, 32, 33, 100, 127, 128, 1000, 1024, 4096, 4097, 8200, 16384, 20001, 65536)
+    for columns in lengths:
+        rows = 5 if columns < 8192 else 2
+        yield f"columns_{columns}", (make.normal(rows, columns),) * maker_count, columns
+    yield "one_dimension", (make.normal(64),) * maker_count, 64
+    yield "three_dimensions", (make.normal(2, 3, 48),) * maker_count, 48
+    yield "four_dimensions", (make.normal(2, 3, 2, 48),) * maker_count, 48
+    yield "many_rows", (make.normal(301, 24),) * maker_count, 24
+    yield "no_rows", (make.normal(0, 16),) * maker_count, 16
+    yield "no_rows_three_dimensions", (make.normal(3, 0, 16),) * maker_count, 16
+    yield "no_columns", (make.normal(3, 0),) * maker_count, 0
+    layouts: tuple[Callable[..., make.Maker], ...] = (
+        make.transposed,
+        make.permuted,
+        make.narrowed,
+        make.offset,
+        make.expanded,
+        make.every_other,
+        make.strided_rows,
+    )
+    for layout in layouts:
+        yield layout.__name__, (layout(3, 4, 40),) * maker_count, 40
+    if maker_count > 1:
+        yield "mixed_layouts", (make.permuted(3, 4, 40), make.expanded(3, 4, 40))[:maker_count], 40
+
+
+def norm_samples(maker_count: int) -> Iterator[Sample]:
+    """The grid that rms_norm (one [..., N] input) and add_rms_norm (two) share."""
+    scalars = (1e-6, 0.0, "after_weight")
+    for name, makers, columns in layout_cases(maker_count):
+        yield _sample(name, makers, make.normal(columns), scalars)
+    makers = (make.normal(6, 72),) * maker_count
+    yield _sample("no_weight", makers, None, scalars)
+    yield _sample("float32_weight", makers, make.in_float32(make.normal(72)), scalars)
+    yield _sample("strided_weight", makers, make.every_other(72), scalars)
+    yield _sample("expanded_weight", makers, make.expanded(72), scalars)
+    yield _sample("gemma", makers, make.normal(72), (1e-6, 1.0, "after_weight"))
+    yield _sample("llama", makers, make.normal(72), (1e-5, 0.0, "before_weight"))
+    yield _sample("llama_float32_weight", makers, make.in_float32(make.normal(72)), (1e-5, 0.0, "before_weight"))
+    yield _sample("llama_no_weight", makers, None, (1e-5, 0.0, "before_weight"))
+    yield _sample("large_eps", makers, make.normal(72), (10.0, 0.0, "after_weight"))
+    yield _sample("zero_eps", makers, make.normal(72), (0.0, 0.0, "after_weight"))
+
+
+def _sample(
+    name: str, makers: tuple[make.Maker, ...], weight: make.Maker | None, scalars: tuple[float | str, ...]
+) -> Sample:
+    def tensors(
+        generator: torch.Generator, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor | None, ...]:
+        made = [maker(generator, dtype, device) for maker in makers]
+        return (*made, None if weight is None else weight(generator, dtype, device))
+
+    return Sample(name, tensors, scalars)
+
+
+# --- the spec ---------------------------------------------------------------------------------------------------------------------
+
+NORM_SCALARS: tuple[tuple[str, type], ...] = (("eps", float), ("offset", float), ("rounding", str))
+
+SPEC = OpSpec(
+    name="rms_norm",
+    summary="root mean square layer normalisation of the last dimension",
+    forward=Phase(
+        tensors=("x", "weight?"),
+        scalars=NORM_SCALARS,
+        outputs=("y", "rstd"),
+        reference=reference_forward,
+        composite=composite_forward,
+        fake=fake_forward,
+        bound=bound_forward,
+    ),
+    backward=Phase(
+        tensors=("dy", "x", "weight?", "rstd"),
+        scalars=(*NORM_SCALARS, ("need_dx", bool), ("need_dw", bool)),
+        outputs=("dx", "dw"),
+        reference=reference_backward,
+        composite=composite_backward,
+        fake=fake_backward,
+        bound=bound_backward,
+    ),
+    check=check,
+    samples=lambda: norm_samples(1),
+    differentiable=("y",),
+    saved=("x", "weight", "rstd"),
+    gradients=(("x",), ("weight",)),
+)
+
+_rms_norm = define(SPEC)

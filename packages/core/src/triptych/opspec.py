@@ -1,0 +1,142 @@
+"""What an op is: its phases, what passes from forward to backward, its oracle, its sample cases.
+
+Conventions that every op follows, so that dispatch, the suite and bisect need not know any of them:
+
+- a phase takes its tensors first, then its scalars, all positional, and returns a tuple of fresh tensors;
+- backward takes the gradients of the differentiable outputs, then what forward saved, then forward's scalars, then
+  one flag a gradient that says whether it is wanted. A gradient that is not wanted comes back with shape [0].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from triptych.call import BACKWARD, FORWARD, Scalar
+
+Tensors = tuple[torch.Tensor, ...]
+PhaseFunction = Callable[..., Tensors]
+"""Takes a phase's tensors, then its scalars; returns its outputs."""
+
+_SCALAR_TYPES: dict[type, str] = {float: "float", int: "int", bool: "bool", str: "str"}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The signature of one phase.
+
+    Attributes:
+        tensors: names of the tensor parameters; a name that ends with "?" may be None.
+        scalars: pairs (name, type) with type one of float, int, bool, str.
+        outputs: names of the tensors it returns.
+        reference: the oracle: slow, obvious, float64 inside. Never used to run a program.
+        composite: the same in plain PyTorch operations, one after the other, at the op's own precision.
+        fake: returns empty outputs of the right shape, dtype, device and layout (contiguous) without computing.
+        bound: for each output, elementwise and in float64, how far a correct implementation may lie from the
+            reference: derived from dtypes, reduction lengths and the magnitudes of the terms, never tuned.
+    """
+
+    tensors: tuple[str, ...]
+    scalars: tuple[tuple[str, type], ...]
+    outputs: tuple[str, ...]
+    reference: PhaseFunction
+    composite: PhaseFunction
+    fake: PhaseFunction
+    bound: PhaseFunction
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        return tuple(name.removesuffix("?") for name in self.tensors)
+
+    @property
+    def scalar_names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.scalars)
+
+    def schema(self) -> str:
+        """Parameters and returns in the syntax of torch.library, plus `str layer`, the name of the calling layer."""
+        parameters = [f"Tensor{'?' if name.endswith('?') else ''} {name.removesuffix('?')}" for name in self.tensors]
+        parameters += [f"{_SCALAR_TYPES[kind]} {name}" for name, kind in self.scalars]
+        parameters.append("str layer")
+        returns = ", ".join(f"Tensor {name}" for name in self.outputs)
+        return f"({', '.join(parameters)}) -> ({returns})"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One case of an op's grid: how to make forward's inputs, and what is special about it.
+
+    Attributes:
+        name: unique within the op; names the case in test ids.
+        make: called with a generator, a dtype and a device; returns forward's tensors in order (None where absent).
+        scalars: forward's scalars.
+        floor: whether no backend may refuse it on a device it supports.
+    """
+
+    name: str
+    make: Callable[[torch.Generator, torch.dtype, torch.device], tuple[torch.Tensor | None, ...]]
+    scalars: tuple[Scalar, ...]
+    floor: bool = True
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """Everything that is fixed once for an op, whatever backend runs it.
+
+    Attributes:
+        name: lower-case letters, digits and underscores; also the name under `torch.ops.triptych`.
+        summary: one line for `triptych info`.
+        forward, backward: the phases; backward is None where the op has no gradient.
+        check: called with forward's arguments before anything else; raises ArgumentError.
+        differentiable: forward outputs that carry gradients. Backward's first tensors are their gradients, `d<name>`,
+            with "?" where a missing gradient is passed as None rather than as zeros.
+        saved: forward inputs or outputs, by name, that backward takes after the gradients.
+        gradients: for each output of backward, the forward inputs whose gradient it is.
+        samples: the op's grid of cases for the conformance suite.
+    """
+
+    name: str
+    summary: str
+    forward: Phase
+    backward: Phase | None
+    check: Callable[..., None]
+    samples: Callable[[], Iterator[Sample]]
+    differentiable: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
+    gradients: tuple[tuple[str, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        assert re.fullmatch(r"[a-z][a-z0-9_]*", self.name), self.name
+        if self.backward is not None:
+            assert len(self.gradients) == len(self.backward.outputs), self.name
+            known = self.forward.tensor_names + self.forward.outputs
+            assert all(name in known for name in self.saved), self.name
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return (FORWARD,) if self.backward is None else (FORWARD, BACKWARD)
+
+    def phase(self, name: str) -> Phase:
+        """The phase called `name`, which must be one of `phases`."""
+        found = self.forward if name == FORWARD else self.backward
+        assert found is not None, f"{self.name} has no {name}"
+        return found
+
+    def operator_name(self, phase: str) -> str:
+        """The name under `torch.ops.triptych`: `rms_norm` and `rms_norm_backward`."""
+        return self.name if phase == FORWARD else f"{self.name}_{phase}"
+
+    def backward_arguments(
+        self, grads: tuple[Any, ...], forward_args: tuple[Any, ...], outputs: Tensors, needs: tuple[bool, ...]
+    ) -> tuple[Any, ...]:
+        """The arguments of backward that belong to a forward call with `forward_args` that returned `outputs`."""
+        names = self.forward.tensor_names
+        values = dict(zip(names + self.forward.outputs, forward_args[: len(names)] + outputs, strict=True))
+        return (*grads, *(values[name] for name in self.saved), *forward_args[len(names) :], *needs)
+
+    def wanted(self, requires_grad: dict[str, bool]) -> tuple[bool, ...]:
+        """Which outputs of backward are wanted, given which forward inputs require a gradient."""
+        return tuple(any(requires_grad[name] for name in names) for names in self.gradients)

@@ -1,0 +1,67 @@
+"""What ran: the counters of this process as data and as text."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from triptych import dispatch, scope
+
+
+@dataclass(frozen=True)
+class Row:
+    """How often one phase of one op ran on one backend."""
+
+    op: str
+    phase: str
+    backend: str
+    calls: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """The counters of this process since it started (or was forked).
+
+    Attributes:
+        rows: by op, phase and backend.
+        policy: the rules in force, as text.
+        notes: what a reader should know, such as a policy variable that was changed too late to count.
+    """
+
+    rows: tuple[Row, ...]
+    policy: str
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"policy: {self.policy}"]
+        lines += [f"{row.op}.{row.phase} ran on {row.backend}: {row.calls} calls" for row in self.rows]
+        if not self.rows:
+            lines.append("no op was called")
+        return "\n".join((*lines, *self.notes))
+
+
+def report() -> Report:
+    """What ran in this process so far, by op, phase and backend."""
+    rows = [
+        Row(name, phase, backend, calls)
+        for name, op in dispatch.live().items()
+        for (phase, backend), calls in op.counts().items()
+        if calls
+    ]
+    return Report(tuple(rows), str(scope.current().policy), _notes())
+
+
+def calls(op: str, phase: str) -> int:
+    """How many calls of this phase of this op have begun in this process, on whatever backend."""
+    found = dispatch.live().get(op)
+    return 0 if found is None else sum(n for (each, _), n in found.counts().items() if each == phase)
+
+
+def _notes() -> tuple[str, ...]:
+    read, now = scope.environment_text(), os.environ.get("TRIPTYCH_BACKEND", "")
+    if read is None or read == now:
+        return ()
+    return (
+        f"TRIPTYCH_BACKEND is now {now!r} but was {read!r} when the first op ran; the change was not applied. "
+        "Set it before the program starts, or use triptych.use.",
+    )

@@ -1,0 +1,153 @@
+"""The policy in force: innermost `use`, over the environment, over the configuration file, over the default.
+
+The environment and the file are read once, at the first call that needs them. A `use` block lives in a context
+variable: it nests, restores, and is seen by its own thread or task only. Each combination of rules is one `Scope`
+object that keeps the selections made under it, so that looking up the policy costs one context-variable read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from contextvars import ContextVar, Token
+from typing import Any
+
+from triptych import environment, registry
+from triptych.policy import Policy, parse
+
+_LIMIT = 4096
+"""Cached selections or derived scopes a scope keeps before it starts afresh: shapes that never repeat must not leak."""
+
+
+class Scope:
+    """A policy and the selections that were made under it."""
+
+    __slots__ = ("_children", "plans", "policy")
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.plans: dict[Any, Any] = {}
+        self._children: dict[str, Scope] = {}
+
+    def remember(self, key: Any, plan: Any) -> None:
+        """Keep what was selected for `key`."""
+        if len(self.plans) >= _LIMIT:
+            self.plans.clear()
+        self.plans[key] = plan
+
+    def extended(self, rules: str, source: str) -> Scope:
+        """The scope in which `rules` lie over this one's."""
+        child = self._children.get(rules)
+        if child is None:
+            parsed = parse(rules, source, backends=registry.backends.names(), ops=registry.ops.names())
+            child = Scope(self.policy.extended(parsed))
+            if len(self._children) >= _LIMIT:
+                self._children.clear()
+            self._children[rules] = child
+        return child
+
+    def forget(self) -> None:
+        """Drop every selection, here and in the scopes derived from this one."""
+        self.plans.clear()
+        for child in self._children.values():
+            child.forget()
+
+
+_used: ContextVar[Scope | None] = ContextVar("triptych.use", default=None)
+_process: Scope | None = None
+_environment_text: str | None = None
+_lock = threading.RLock()
+
+
+def current() -> Scope:
+    """The scope in force for the calling thread or task."""
+    return _used.get() or _process or process_scope()
+
+
+def process_scope() -> Scope:
+    """The scope of the process: default, configuration file and environment. Read at the first call.
+
+    Raises:
+        PolicyError, EnvironmentVariableError: what was found there is not valid.
+    """
+    global _process, _environment_text
+    with _lock:
+        if _process is None:
+            environment.check_variables(os.environ)
+            policy = Policy()
+            names = {"backends": registry.backends.names(), "ops": registry.ops.names()}
+            folder = environment.working_directory()
+            path = environment.find_configuration(folder) if folder is not None else None
+            if path is not None:
+                policy = policy.extended(parse(environment.configured_policy(path), str(path), **names))
+            text = os.environ.get("TRIPTYCH_BACKEND", "")
+            policy = policy.extended(parse(text, "TRIPTYCH_BACKEND", **names))
+            _process, _environment_text = Scope(policy), text
+        return _process
+
+
+class use(contextlib.ContextDecorator):  # noqa: N801 - used like a function
+    """Put policy `rules` over the policy in force, for the length of a block or of a decorated function.
+
+    Args:
+        rules: the grammar of TRIPTYCH_BACKEND; see `triptych.policy`.
+
+    Blocks nest; leaving one restores what was in force before, whatever happened inside. A block holds for the thread
+    (or asyncio task) that entered it. Backward of a call made inside runs as the block said, also after it has ended.
+
+    Raises:
+        PolicyError: the rules do not parse, or name an op, backend or phase that does not exist. Raised at once, not
+            when the block is entered.
+
+    Example:
+        >>> with triptych.use("triton;rms_norm.backward=torch"):
+        ...     loss = model(batch)
+    """
+
+    def __init__(self, rules: str) -> None:
+        self.rules = rules
+        self._tokens: list[Token[Scope | None]] = []
+        current().extended(rules, "triptych.use")
+
+    def __enter__(self) -> None:
+        self._tokens.append(_used.set(current().extended(self.rules, "triptych.use")))
+
+    def __exit__(self, *exc: object) -> None:
+        _used.reset(self._tokens.pop())
+
+    def _recreate_cm(self) -> use:
+        """A decorated function may run in several threads at once: each call enters a block of its own."""
+        return use(self.rules)
+
+
+def environment_text() -> str | None:
+    """TRIPTYCH_BACKEND as it was when the process scope was read; None when it was not read yet."""
+    return _environment_text
+
+
+def rank() -> int:
+    """This process's rank: of the default process group, else of the launcher's RANK, else 0."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    text = os.environ.get("RANK", "0")
+    return int(text) if text.isdigit() else 0
+
+
+def _forget_selections() -> None:
+    if _process is not None:
+        _process.forget()
+
+
+def _after_fork() -> None:
+    """Locks of threads that no longer exist, and plans that hold the parent's counters, end with the fork."""
+    global _lock
+    _lock = threading.RLock()
+    _forget_selections()
+
+
+registry.backends.on_change.append(_forget_selections)
+registry.ops.on_change.append(_forget_selections)
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,89 @@
+"""rms_norm in PyTorch operations: ATen's fused kernel where it computes the same, few passes over memory elsewhere.
+
+Shapes: N = columns; x, y, dy, dx [..., N]; weight, dw [N]; rstd [...].
+"""
+
+from __future__ import annotations
+
+import torch
+
+Tensor = torch.Tensor
+Pair = tuple[Tensor, Tensor]
+
+
+def forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> Pair:
+    if _has_fused(x, weight, offset, rounding) and x.is_contiguous():
+        y, rstd = torch.ops.aten._fused_rms_norm(x, x.shape[-1:], weight, eps)
+        return y, rstd.view(x.shape[:-1])
+    wide = x.to(_statistics_dtype(x.dtype))
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+    y = torch.mul(wide, rstd, out=torch.empty(x.shape, dtype=wide.dtype, device=x.device))
+    if rounding == "before_weight":
+        y = y.to(x.dtype).to(wide.dtype)
+    if weight is not None:
+        y *= weight + offset if weight.dtype == wide.dtype else weight.to(wide.dtype) + offset
+    return y.to(x.dtype), rstd.view(x.shape[:-1])
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    eps: float,
+    offset: float,
+    rounding: str,
+    need_dx: bool,
+    need_dw: bool,
+) -> Pair:
+    if _has_fused(x, weight, offset, rounding) and x.is_contiguous():
+        return _fused_backward(dy, x, weight, rstd, need_dx, need_dw)
+    dx, dw = wide_backward(dy, x, weight, rstd, offset, rounding, need_dx, need_dw)
+    return dx.to(x.dtype), dw if weight is None else dw.to(weight.dtype)
+
+
+def wide_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    rounding: str,
+    need_dx: bool,
+    need_dw: bool,
+) -> Pair:
+    """Both gradients in rstd's dtype, not yet rounded; one that is not wanted has shape [0]."""
+    columns = x.shape[-1]
+    nothing = torch.empty(0, dtype=rstd.dtype, device=x.device)
+    wide_dy = dy.to(rstd.dtype)
+    scale = rstd.unsqueeze(-1)
+    xhat = torch.mul(x, scale, out=torch.empty(x.shape, dtype=rstd.dtype, device=x.device))
+    dx = dw = nothing
+    if need_dw and weight is not None:
+        seen = xhat.to(x.dtype).to(rstd.dtype) if rounding == "before_weight" else xhat
+        dw = (wide_dy * seen).view(x.numel() // max(columns, 1), columns).sum(0)
+    if need_dx:
+        wdy = wide_dy if weight is None else wide_dy * (weight.to(rstd.dtype) + offset)
+        mean = (wdy * xhat).mean(-1, keepdim=True)
+        dx = torch.addcmul(wdy, xhat, mean, value=-1, out=torch.empty_like(xhat)).mul_(scale)
+    return dx, dw
+
+
+def _has_fused(x: Tensor, weight: Tensor | None, offset: float, rounding: str) -> bool:
+    """ATen's kernel takes one dtype, has no offset, rounds once; it exists for CUDA only."""
+    same = weight is None or (weight.dtype == x.dtype and weight.is_contiguous())
+    return x.is_cuda and same and offset == 0 and x.numel() > 0 and (rounding == "after_weight" or weight is None)
+
+
+def _fused_backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, need_dx: bool, need_dw: bool
+) -> Pair:
+    dx, dw = torch.ops.aten._fused_rms_norm_backward(
+        dy.contiguous(), x, x.shape[-1:], rstd.unsqueeze(-1), weight, [need_dx, need_dw and weight is not None]
+    )
+    nothing = torch.empty(0, dtype=x.dtype, device=x.device)
+    return nothing if dx is None else dx, nothing if dw is None else dw
+
+
+def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
