@@ -47,6 +47,11 @@ class TensorMeta:
             tensor.data_ptr() % 16 == 0,
         )
 
+    @classmethod
+    def contiguous(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> TensorMeta:
+        """The metadata of a freshly allocated tensor."""
+        return cls(shape, contiguous_stride(shape), dtype, device)
+
     @property
     def numel(self) -> int:
         count = 1

@@ -1,9 +1,9 @@
 """From a function call to a kernel.
 
-Plain eager tensors take the short path: one look-up of what was selected for this call signature under the policy in
-force, then the kernels inside a bare autograd function. Everything else (compile, export, fake and meta tensors,
-tensor subclasses, functorch, dispatch modes) goes through the operator `torch.ops.triptych.<op>`; see operator.py.
-Both paths select with the same function and end in the same two lines.
+Plain eager tensors take the short path (shortpath.py): one look-up of what was selected for this call signature under
+the policy in force, then the kernels inside an autograd function (autograd.py). Everything else (compile, export, fake
+and meta tensors, tensor subclasses, functorch, dispatch modes) goes through the operator `torch.ops.triptych.<op>`
+(operator.py). Both select here, with the same function, before anything is launched.
 """
 
 from __future__ import annotations
@@ -15,26 +15,35 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import Parameter
 
-from triptych import intercept, registry, scope
+from triptych import intercept, registry, scope, shortpath
+from triptych.autograd import backward_of
 from triptych.call import BACKWARD, FORWARD, Call, TensorMeta
 from triptych.counters import Counter
 from triptych.errors import ArgumentError
-from triptych.opspec import OpSpec, PhaseFunction, Tensors
+from triptych.opspec import OpSpec, Tensors
 from triptych.select import Decision, select
-
-_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
-_functorch: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
-_grad_enabled = torch.is_grad_enabled
-_Tensor = torch.Tensor
 
 
 class Plan:
-    """What was selected for one call signature under one policy, ready to run."""
+    """What was selected for one call signature under one policy, ready to run.
 
-    __slots__ = ("backward", "backward_count", "backward_run", "count", "forward", "grad_metas", "run", "scalars")
+    `run` and `backward_run` are the implementations, `count` and `backward_count` step their counters. `needs` says
+    which outputs of backward are wanted, `results` which of them is the gradient of each forward tensor (None: no one's).
+    """
+
+    __slots__ = (
+        "backward",
+        "backward_count",
+        "backward_run",
+        "count",
+        "forward",
+        "grad_metas",
+        "needs",
+        "results",
+        "run",
+        "scalars",
+    )
 
     def __init__(
         self,
@@ -44,69 +53,42 @@ class Plan:
         backward_count: Counter | None,
         scalars: tuple[Any, ...],
         grad_metas: tuple[TensorMeta, ...],
+        needs: tuple[bool, ...],
+        results: tuple[int | None, ...],
     ) -> None:
         self.forward = forward
-        self.run: PhaseFunction = forward.function
-        self.count = count
+        self.run = forward.function
+        self.count = count.next
         self.backward = backward
         self.backward_run = None if backward is None else backward.function
-        self.backward_count = backward_count
+        self.backward_count = None if backward_count is None else backward_count.next
         self.scalars = scalars
         self.grad_metas = grad_metas
+        self.needs = needs
+        self.results = results
 
 
 class Op:
-    """An op as a callable: `op(layer, *tensors, *scalars)` returns its differentiable outputs."""
+    """An op in this process. `call(layer, *tensors, *scalars)` returns its one differentiable output, or a tuple."""
 
     def __init__(self, spec: OpSpec) -> None:
         self.spec = spec
         self._tensor_count = len(spec.forward.tensors)
         self._kept = len(spec.differentiable) or len(spec.forward.outputs)
-        self._next_index = {phase: itertools.count().__next__ for phase in spec.phases}
-        self._counts: dict[tuple[str, str], Counter] = {}
-        self._lock = threading.Lock()
-        self._autograd = _autograd_function(self)
-        os.register_at_fork(after_in_child=self._after_fork)
+        self._start_counting()
+        self.call: Callable[..., Any] = shortpath.write(self, backward_of(self))
+        os.register_at_fork(after_in_child=self._start_counting)
 
-    def __call__(self, layer: str, *args: Any) -> Tensors:
-        if torch.compiler.is_compiling():
-            return self._through_operator(layer, args)
-        grad = _grad_enabled()
-        needs_grad = False
-        parts: list[Any] = [layer, self, args[self._tensor_count :]]
-        for tensor in args[: self._tensor_count]:
-            if tensor is None:
-                parts.append(None)
-                continue
-            kind = type(tensor)
-            if kind is not _Tensor and kind is not Parameter:
-                return self._through_operator(layer, args)
-            requires = grad and tensor.requires_grad
-            needs_grad = needs_grad or requires
-            parts += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, requires)
-        if _dispatch_modes() or _function_modes() or _functorch() is not None:
-            return self._through_operator(layer, args)
-        for tensor in args[: self._tensor_count]:
-            if tensor is not None:
-                parts.append(tensor.data_ptr() & 15)
-        key = tuple(parts)
-        now = scope.current()
-        plan = now.plans.get(key)
-        if plan is None and any(tensor is not None and tensor.is_meta for tensor in args[: self._tensor_count]):
-            return self._through_operator(layer, args)
-        index = self._next_index[FORWARD]()
-        backward_index = self._next_index[BACKWARD]() if needs_grad else -1
-        if plan is None:
-            plan = self._plan(now, key, layer, args, index, backward_index)
-        if needs_grad:
-            outputs: Tensors = self._autograd.apply(plan, index, backward_index, *args)
-            return outputs
-        return self._run(plan.forward, plan.run, plan.count, index, args)[: self._kept]
+    def _start_counting(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[tuple[str, str], Counter] = {}
+        self.next_forward = itertools.count().__next__
+        self.next_backward = itertools.count().__next__
 
     def run_phase(self, layer: str, phase: str, args: tuple[Any, ...]) -> Tensors:
         """One phase alone, selected by the policy in force now: the body of the operators."""
         now = scope.current()
-        index = self._next_index[phase]()
+        index = self.next_forward() if phase == FORWARD else self.next_backward()
         rule = now.policy.rule_for(self.spec.name, phase, layer, index, scope.rank())
         key = (self, phase, layer, id(rule), *map(_signature, args))
         found = now.plans.get(key)
@@ -118,7 +100,11 @@ class Op:
             found = (decision, self.count(phase, decision.chosen))
             now.remember(key, found)
         decision, count = found
-        return self._run(decision, decision.function, count, index, args)
+        count.next()
+        if intercept.active:
+            return self.intercepted(decision, index, args)
+        outputs: Tensors = decision.function(*args)
+        return outputs
 
     def count(self, phase: str, backend: str) -> Counter:
         """The counter of one phase on one backend."""
@@ -147,20 +133,19 @@ class Op:
             call = self._backward_call(metas, (True,) * len(self.spec.gradients))[0]
         return select(call, layer, rule, registry.backends.names(), registry.backends.get)
 
-    def _run(
-        self, decision: Decision, function: PhaseFunction, count: Counter, index: int, args: tuple[Any, ...]
-    ) -> Tensors:
-        count.next()
-        if intercept.active:
-            return intercept.run(intercept.Invocation(self.spec, index, decision, args))
-        return function(*args)
+    def intercepted(self, decision: Decision, index: int, args: tuple[Any, ...]) -> Tensors:
+        """Run what was decided inside the active interceptors."""
+        return intercept.run(intercept.Invocation(self.spec, index, decision, args))
 
-    def _through_operator(self, layer: str, args: tuple[Any, ...]) -> Tensors:
+    def through_operator(self, layer: str, *args: Any) -> Any:
+        """The call as `torch.ops.triptych.<op>`, without the outputs that only backward needs."""
+        if not torch.compiler.is_compiling():
+            self.spec.check(*args)  # what the schema would say of a wrong type is of no use to a user
         operator = getattr(torch.ops.triptych, self.spec.name).default
         outputs: Tensors = operator(*args, layer)
-        return outputs[: self._kept]
+        return outputs[0] if self._kept == 1 else outputs[: self._kept]
 
-    def _plan(
+    def plan(
         self, now: scope.Scope, key: Any, layer: str, args: tuple[Any, ...], index: int, backward_index: int
     ) -> Plan:
         """Select for a call whose signature has no plan yet; all refusals come from here, before any launch."""
@@ -179,21 +164,23 @@ class Op:
         forward = select(_call(self.spec, FORWARD, metas), layer, rule, names, get)
         backward = backward_count = None
         grad_metas: tuple[TensorMeta, ...] = ()
+        needs: tuple[bool, ...] = ()
+        results: tuple[int | None, ...] = ()
         if backward_rule is not None:
-            tensors = zip(self.spec.forward.tensor_names, args, strict=False)
-            wanted = self.spec.wanted({each: value is not None and value.requires_grad for each, value in tensors})
-            call, grad_metas = self._backward_call(metas, wanted)
+            tensors = dict(zip(self.spec.forward.tensor_names, args, strict=False))
+            requires_grad = {each: value is not None and value.requires_grad for each, value in tensors.items()}
+            needs = self.spec.wanted(requires_grad)
+            results = tuple(self.spec.result_for(each) if wants else None for each, wants in requires_grad.items())
+            call, grad_metas = self._backward_call(metas, needs)
             backward = select(call, layer, backward_rule, names, get)
             backward_count = self.count(BACKWARD, backward.chosen)
         scalars = args[self._tensor_count :]
         count = self.count(FORWARD, forward.chosen)
-        plan = Plan(forward, count, backward, backward_count, scalars, grad_metas)
+        plan = Plan(forward, count, backward, backward_count, scalars, grad_metas, needs, results)
         now.remember(key, plan)
         return plan
 
-    def _backward_call(
-        self, metas: tuple[Any, ...], wanted: tuple[bool, ...]
-    ) -> tuple[Call, tuple[TensorMeta, ...]]:
+    def _backward_call(self, metas: tuple[Any, ...], wanted: tuple[bool, ...]) -> tuple[Call, tuple[TensorMeta, ...]]:
         """The backward call that belongs to a forward call, as far as it is known before forward ran."""
         spec, count = self.spec, self._tensor_count
         device = next(meta.device for meta in metas[:count] if meta is not None)
@@ -209,86 +196,6 @@ class Op:
         )
         args = spec.backward_arguments(grads, metas, outputs, wanted)
         return _call(spec, BACKWARD, args), grads
-
-    def _after_fork(self) -> None:
-        self._lock = threading.Lock()
-        self._next_index = {phase: itertools.count().__next__ for phase in self.spec.phases}
-        self._counts = {}
-
-
-def _autograd_function(op: Op) -> type[torch.autograd.Function]:
-    """The autograd function of an op: runs what the plan says, forward and backward."""
-    spec = op.spec
-    count = len(spec.forward.tensors)
-    kept = len(spec.differentiable)
-    names = spec.forward.tensor_names
-    saved = tuple(
-        (True, spec.forward.outputs.index(name)) if name in spec.forward.outputs else (False, names.index(name))
-        for name in spec.saved
-    )
-    optional = () if spec.backward is None else tuple(name.endswith("?") for name in spec.backward.tensors[:kept])
-    sources = tuple(tuple(names.index(name) for name in inputs) for inputs in spec.gradients)
-    leading = 3  # plan, index, backward_index
-    trailing = (None,) * len(spec.forward.scalars)
-
-    class OpFunction(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, plan: Plan, index: int, backward_index: int, *args: Any) -> Tensors:
-            outputs = op._run(plan.forward, plan.run, plan.count, index, args)
-            ctx.save_for_backward(*[outputs[i] if is_output else args[i] for is_output, i in saved])
-            ctx.set_materialize_grads(False)
-            ctx.plan = plan
-            ctx.backward_index = backward_index
-            return outputs[:kept]
-
-        @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-            plan: Plan = ctx.plan
-            if None in grads:
-                grads = tuple(
-                    grad if grad is not None or allowed else _zeros(meta)
-                    for grad, allowed, meta in zip(grads, optional, plan.grad_metas, strict=True)
-                )
-            wants = ctx.needs_input_grad
-            needs = [any([wants[leading + i] for i in inputs]) for inputs in sources]
-            args = (*grads, *ctx.saved_tensors, *plan.scalars, *needs)
-            assert plan.backward is not None and plan.backward_run is not None and plan.backward_count is not None
-            if _grad_enabled():
-                with torch.no_grad():
-                    results = op._run(plan.backward, plan.backward_run, plan.backward_count, ctx.backward_index, args)
-                results = _NoSecondDerivative.apply(spec.name, len(results), *results, *grads, *ctx.saved_tensors)
-            else:
-                results = op._run(plan.backward, plan.backward_run, plan.backward_count, ctx.backward_index, args)
-            by_input: list[torch.Tensor | None] = [None] * count
-            for result, inputs, need in zip(results, sources, needs, strict=True):
-                if need:
-                    for i in inputs:
-                        if wants[leading + i]:
-                            by_input[i] = result
-            return (None, None, None, *by_input, *trailing)
-
-    OpFunction.__name__ = OpFunction.__qualname__ = f"triptych.{spec.name}"
-    return OpFunction
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """Ties gradients to what they were computed from, so that differentiating them raises instead of giving zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str, count: int, *tensors: torch.Tensor) -> Tensors:
-        ctx.name = name
-        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        raise NotImplementedError(second_derivative_text(ctx.name))
-
-
-def second_derivative_text(name: str) -> str:
-    return (
-        f"{name} was differentiated twice; Triptych's kernels have a first derivative only. Where a second one is "
-        f"needed, compute this layer with torch.nn.functional."
-    )
 
 
 def _signature(value: Any) -> Any:
@@ -307,10 +214,6 @@ def _stand_in(meta: TensorMeta) -> torch.Tensor:
     if stride is None:
         return torch.empty(meta.shape, dtype=meta.dtype, device="meta")
     return torch.empty_strided(meta.shape, stride, dtype=meta.dtype, device="meta")
-
-
-def _zeros(meta: TensorMeta) -> torch.Tensor:
-    return torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
 
 
 def _call(spec: OpSpec, phase: str, args: tuple[Any, ...]) -> Call:

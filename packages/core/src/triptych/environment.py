@@ -21,6 +21,7 @@ VARIABLES: dict[str, str] = {
     "TRIPTYCH_TRACE": "a file that receives one JSON line for each phase of each call",
     "TRIPTYCH_SYNC": "1: wait for the device after each phase, so that a device error is raised where it happened",
     "TRIPTYCH_CHECK": "nonfinite, or mismatch:RTOL:POLICY; several separated by '|'",
+    "TRIPTYCH_FINDINGS": "a file that receives one JSON line for each finding of a check",
     "TRIPTYCH_CAPTURE": "DIRECTORY|SELECTOR: store the inputs of the calls that the selector selects, before they run",
     "TRIPTYCH_CACHE": "the directory in which native parts are built and kept",
 }

@@ -20,7 +20,7 @@ from triptych.opspec import Tensors
 if TYPE_CHECKING:
     from triptych.dispatch import Op
 
-_library = torch.library.Library("triptych", "FRAGMENT")
+_library = torch.library.Library("triptych", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def define(op: Op) -> None:
@@ -40,15 +40,18 @@ def _define_phase(op: Op, phase: str) -> None:
         return op.run_phase(args[-1], phase, args[:-1])
 
     def empty(*args: Any) -> Tensors:
+        if phase == FORWARD:
+            spec.check(*args[:-1])
         return fake(*args[:-1])
 
-    _library.define(f"{name}{spec.phase(phase).schema()}", tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, body, "CompositeExplicitAutograd")
+    schema = f"{name}{spec.phase(phase).schema()}"
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    _library.impl(name, body, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"triptych::{name}", empty, lib=_library)
 
 
 def _define_autograd(op: Op) -> None:
-    from triptych.dispatch import second_derivative_text
+    from triptych.autograd import second_derivative_text
 
     spec = op.spec
     names = spec.forward.tensor_names

@@ -95,6 +95,8 @@ class OpSpec:
             with "?" where a missing gradient is passed as None rather than as zeros.
         saved: forward inputs or outputs, by name, that backward takes after the gradients.
         gradients: for each output of backward, the forward inputs whose gradient it is.
+        typical: called with (shape, dtype, device); returns the forward arguments of an ordinary call whose first tensor
+            is that, with a TensorMeta in place of each tensor. For `triptych explain`.
         samples: the op's grid of cases for the conformance suite.
     """
 
@@ -103,6 +105,7 @@ class OpSpec:
     forward: Phase
     backward: Phase | None
     check: Callable[..., None]
+    typical: Callable[[tuple[int, ...], torch.dtype, torch.device], tuple[Any, ...]]
     samples: Callable[[], Iterator[Sample]]
     differentiable: tuple[str, ...] = ()
     saved: tuple[str, ...] = ()
@@ -130,7 +133,7 @@ class OpSpec:
         return self.name if phase == FORWARD else f"{self.name}_{phase}"
 
     def backward_arguments(
-        self, grads: tuple[Any, ...], forward_args: tuple[Any, ...], outputs: Tensors, needs: tuple[bool, ...]
+        self, grads: tuple[Any, ...], forward_args: tuple[Any, ...], outputs: tuple[Any, ...], needs: tuple[bool, ...]
     ) -> tuple[Any, ...]:
         """The arguments of backward that belong to a forward call with `forward_args` that returned `outputs`."""
         names = self.forward.tensor_names
@@ -140,3 +143,7 @@ class OpSpec:
     def wanted(self, requires_grad: dict[str, bool]) -> tuple[bool, ...]:
         """Which outputs of backward are wanted, given which forward inputs require a gradient."""
         return tuple(any(requires_grad[name] for name in names) for names in self.gradients)
+
+    def result_for(self, name: str) -> int | None:
+        """Which output of backward is the gradient of forward's tensor `name`; None where it has none."""
+        return next((i for i, names in enumerate(self.gradients) if name in names), None)

@@ -30,6 +30,8 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 Spans = tuple[tuple[int, int | None], ...]
 """Half-open intervals of call numbers or ranks; an end of None is open."""
 
+_Selected = tuple[str | None, str | None, str | None, Spans | None, Spans | None]
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -125,30 +127,51 @@ def parse(text: str, source: str, *, backends: Iterable[str], ops: Iterable[str]
     return tuple(rules)
 
 
+def parse_selectors(text: str, source: str, *, ops: Iterable[str]) -> tuple[Rule, ...]:
+    """The selectors in `text`, separated by ";", as rules that choose nothing in particular.
+
+    For tools that select calls as policies do. `*` selects every call.
+
+    Raises:
+        PolicyError: a selector does not parse, or names an op or phase that does not exist.
+    """
+    known = tuple(ops)
+    parts = [part for part in (part.strip() for part in text.split(";")) if part]
+    sources = [f"{source} selector {number}" for number in range(1, len(parts) + 1)]
+    return tuple(
+        Rule(part, where, *_selector(part, f'{where}, "{part}"', "", known), choice=(AUTO,))
+        for part, where in zip(parts, sources, strict=True)
+    )
+
+
 def _parse_rule(text: str, source: str, backends: tuple[str, ...], ops: tuple[str, ...]) -> Rule:
     selector, separator, choice = text.rpartition("=")
     where = f'{source}, "{text}"'
-    op = phase = layer = None
-    calls = ranks = None
+    selected: _Selected = (None, None, None, None, None)
     if separator:
-        match = _SELECTOR.fullmatch(selector.strip())
-        if match is None or not any(match.groupdict().values()):
-            raise PolicyError(
-                f'{where}: "{selector}" is not a selector. A selector is op[.phase][@layer][#calls][%ranks], '
-                f'for example rms_norm.backward@blocks.0.*#120:. Write selector=backend.'
-            )
-        op = match["op"] or None
-        phase = match["phase"]
-        layer = match["layer"]
-        calls = _spans(match["calls"], "#", where)
-        ranks = _spans(match["ranks"], "%", where)
-        if layer == "":
-            raise PolicyError(f"{where}: nothing follows \"@\". Write the layer's module path, or a glob such as @blocks.*.")
-        if op is not None and not any(fnmatchcase(name, op) for name in ops):
-            raise PolicyError(f"{where}: no op matches {op!r}. {nearest(op, ops)}")
-        if phase is not None and phase not in PHASES:
-            raise PolicyError(f"{where}: there is no phase {phase!r}. {nearest(phase, PHASES)}")
-    return Rule(text, source, op, phase, layer, calls, ranks, _choice(choice, where, backends))
+        selected = _selector(selector, where, " Write selector=backend.", ops)
+    return Rule(text, source, *selected, choice=_choice(choice, where, backends))
+
+
+def _selector(text: str, where: str, hint: str, ops: tuple[str, ...]) -> _Selected:
+    match = _SELECTOR.fullmatch(text.strip())
+    if match is None or not any(match.groupdict().values()):
+        raise PolicyError(
+            f'{where}: "{text}" is not a selector. A selector is op[.phase][@layer][#calls][%ranks], '
+            f"for example rms_norm.backward@blocks.0.*#120:.{hint}"
+        )
+    op = match["op"] or None
+    phase = match["phase"]
+    layer = match["layer"]
+    calls = _spans(match["calls"], "#", where)
+    ranks = _spans(match["ranks"], "%", where)
+    if layer == "":
+        raise PolicyError(f'{where}: nothing follows "@". Write a module path or a glob, such as @blocks.*.')
+    if op is not None and not any(fnmatchcase(name, op) for name in ops):
+        raise PolicyError(f"{where}: no op matches {op!r}. {nearest(op, ops)}")
+    if phase is not None and phase not in PHASES:
+        raise PolicyError(f"{where}: there is no phase {phase!r}. {nearest(phase, PHASES)}")
+    return op, phase, layer, calls, ranks
 
 
 def _choice(text: str, where: str, backends: tuple[str, ...]) -> tuple[str, ...]:
@@ -162,7 +185,7 @@ def _choice(text: str, where: str, backends: tuple[str, ...]) -> tuple[str, ...]
         if name != AUTO and name not in backends:
             raise PolicyError(f"{where}: there is no backend {name!r}. {nearest(name, (*backends, AUTO))}")
     if AUTO in names and len(names) > 1:
-        raise PolicyError(f"{where}: auto is already a list of backends and stands alone. Write auto, or name backends.")
+        raise PolicyError(f"{where}: auto is a list of backends already and stands alone. Write auto, or names.")
     if len(set(names)) != len(names):
         raise PolicyError(f"{where}: a backend is named twice. Write each once, in order of preference.")
     return names

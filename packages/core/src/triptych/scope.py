@@ -60,6 +60,10 @@ _environment_text: str | None = None
 _lock = threading.RLock()
 
 
+used = _used.get
+"""The scope of the innermost `use` block of the calling thread or task, or None outside of one."""
+
+
 def current() -> Scope:
     """The scope in force for the calling thread or task."""
     return _used.get() or _process or process_scope()

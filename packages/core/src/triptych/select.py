@@ -49,9 +49,7 @@ class Decision:
         }
 
 
-def select(
-    call: Call, layer: str, rule: Rule, names: Sequence[str], get: Callable[[str], Backend]
-) -> Decision:
+def select(call: Call, layer: str, rule: Rule, names: Sequence[str], get: Callable[[str], Backend]) -> Decision:
     """The first backend of the rule's choice that has no reason against the call.
 
     Args:
@@ -73,9 +71,7 @@ def select(
         except PluginError as cause:
             reasons, function = [str(cause)], None
         if function is not None:
-            return Decision(
-                call, layer, rule, name, tuple(rejected), backend.distribution, backend.version, function
-            )
+            return Decision(call, layer, rule, name, tuple(rejected), backend.distribution, backend.version, function)
         rejected.append((name, tuple(reasons)))
     raise Refused(refusal_text(call, layer, rule, rejected), tuple(rejected))
 
@@ -112,9 +108,7 @@ def _reasons(backend: Backend, call: Call, named: bool) -> tuple[list[str], Phas
     return [], function
 
 
-def refusal_text(
-    call: Call, layer: str, rule: Rule, rejected: Sequence[tuple[str, tuple[str, ...]]]
-) -> str:
+def refusal_text(call: Call, layer: str, rule: Rule, rejected: Sequence[tuple[str, tuple[str, ...]]]) -> str:
     """The text of a refusal: what was asked, who decided, and every reason of every backend that was asked."""
     asked = f"{call.op}.{call.phase}" + (f" in layer {layer!r}" if layer else "")
     names = ", ".join(repr(name) for name, _ in rejected) or f"any backend for {call.device.type!r} devices"

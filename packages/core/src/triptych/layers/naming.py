@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +39,8 @@ def name_layers(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
 def name_layers_when_called() -> Callable[[], None]:
     """Name the layers of every model at its first call, unless they have names already. Returns the undo.
 
-    For programs that never call `name_layers`: switched on while a trace is written or a policy selects by layer.
+    For programs that never call `name_layers`: switched on while a tool is on that reports or selects by layer. When a
+    model is being called already, its layers are named at once.
     """
     seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -51,4 +53,18 @@ def name_layers_when_called() -> Callable[[], None]:
             name_layers(module)
 
     handle = register_module_forward_pre_hook(hook)
+    outermost = _outermost_running_module()
+    if outermost is not None:
+        hook(outermost, ())
     return handle.remove
+
+
+def _outermost_running_module() -> nn.Module | None:
+    """The module whose call encloses all others on this thread's stack: its paths are the right ones."""
+    outermost = None
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is nn.Module._call_impl.__code__:
+            outermost = frame.f_locals["self"]
+    return outermost

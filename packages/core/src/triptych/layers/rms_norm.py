@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 
 import torch
@@ -16,8 +15,7 @@ from triptych.ops.rms_norm import ROUNDINGS, Rounding, rms_norm
 class _Norm(nn.Module):
     """What RMSNorm and AddRMSNorm share: arguments, parameters, state and printed form, as in torch.nn.RMSNorm."""
 
-    __constants__ = ["normalized_shape", "eps", "elementwise_affine", "offset", "rounding"]  # noqa: RUF012 - torch's form
-    normalized_shape: tuple[int, ...]
+    __constants__ = ["normalized_shape", "eps", "elementwise_affine", "offset", "rounding"]  # noqa: RUF012
     eps: float | None
     elementwise_affine: bool
 
@@ -34,9 +32,8 @@ class _Norm(nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        if isinstance(normalized_shape, numbers.Integral):
-            normalized_shape = (int(normalized_shape),)
-        self.normalized_shape = tuple(normalized_shape)
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        self.normalized_shape: tuple[int, ...] = shape
         if not self.normalized_shape:
             raise ArgumentError(f"{name}: normalized_shape is empty. Name at least one dimension to normalise.")
         if eps is not None and not 0 <= eps < float("inf"):
@@ -44,7 +41,7 @@ class _Norm(nn.Module):
         if rounding not in ROUNDINGS:
             raise ArgumentError(f"{name}: rounding is {rounding!r}. It must be 'after_weight' or 'before_weight'.")
         if offset and not elementwise_affine:
-            raise ArgumentError(f"{name}: offset is {offset} but elementwise_affine is False. There is no weight to add it to.")
+            raise ArgumentError(f"{name}: offset is {offset} but elementwise_affine is False: no weight to add it to.")
         self.eps = eps
         self.elementwise_affine = elementwise_affine
         self.offset = offset

@@ -10,13 +10,15 @@ Shapes: x, residual, y, h, dy, dh, dx [..., N]; weight, dw [N]; rstd [...].
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from triptych.dispatch import define
 from triptych.errors import ArgumentError
-from triptych.opspec import OpSpec, Phase, Tensors
 from triptych.ops import rms_norm as norm
 from triptych.ops.rms_norm import NORM_SCALARS, Rounding
+from triptych.opspec import OpSpec, Phase, Tensors
 
 Tensor = torch.Tensor
 
@@ -179,6 +181,11 @@ def composite_backward(
     return (dx + dh).to(h.dtype), dw
 
 
+def typical(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    x, *rest = norm.typical(shape, dtype, device)
+    return (x, x, *rest)
+
+
 SPEC = OpSpec(
     name="add_rms_norm",
     summary="residual addition and the rms_norm of the sum; returns both",
@@ -201,10 +208,11 @@ SPEC = OpSpec(
         bound=bound_backward,
     ),
     check=check,
+    typical=typical,
     samples=lambda: norm.norm_samples(2),
     differentiable=("y", "h"),
     saved=("h", "weight", "rstd"),
     gradients=(("x", "residual"), ("weight",)),
 )
 
-_add_rms_norm = define(SPEC)
+_add_rms_norm = define(SPEC).call

@@ -13,11 +13,12 @@ Shapes: N = columns, the last dimension; x, y, dy, dx [..., N]; weight, dw [N]; 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from triptych import samples as make
+from triptych.call import TensorMeta
 from triptych.dispatch import define
 from triptych.errors import ArgumentError
 from triptych.opspec import OpSpec, Phase, Sample, Tensors
@@ -28,7 +29,7 @@ ROUNDINGS: tuple[str, ...] = ("after_weight", "before_weight")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-# --- the public function ---------------------------------------------------------------------------------------------
+# --- the public function --------------------------------------------------------------------------------------------
 
 
 def rms_norm(
@@ -60,14 +61,15 @@ def rms_norm(
     """
     if eps is None:
         eps = _default_eps(x)
-    return _rms_norm(layer, x, weight, eps, offset, rounding)[0]
+    y: Tensor = _rms_norm(layer, x, weight, eps, offset, rounding)
+    return y
 
 
 def _default_eps(x: Tensor) -> float:
     return torch.finfo(x.dtype).eps if isinstance(x, Tensor) and x.dtype.is_floating_point else 0.0
 
 
-# --- what every backend may rely on -----------------------------------------------------------------------------------
+# --- what every backend may rely on ---------------------------------------------------------------------------------
 
 
 def check(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> None:
@@ -108,7 +110,7 @@ def check_norm(op: str, x: Tensor, weight: Tensor | None, eps: float, offset: fl
                 f"convert it with weight.float()."
             )
     elif offset != 0:
-        raise ArgumentError(f"{op}: offset is {offset} but there is no weight to add it to. Pass a weight, or offset 0.")
+        raise ArgumentError(f"{op}: offset is {offset} but there is no weight. Pass a weight, or offset 0.")
     if not eps >= 0 or eps == float("inf"):
         raise ArgumentError(f"{op}: eps is {eps}. It must be a finite number, 0 or greater.")
     if not abs(offset) < float("inf"):
@@ -144,7 +146,7 @@ def fake_backward(
     return dx, torch.empty(weight.shape if need_dw else (0,), dtype=weight.dtype, device=x.device)
 
 
-# --- the reference: float64 inside --------------------------------------------------------------------------------------
+# --- the reference: float64 inside ----------------------------------------------------------------------------------
 
 
 def scale64(x: Tensor, weight: Tensor | None, offset: float) -> Tensor:
@@ -189,7 +191,7 @@ def reference_backward(
     return (dx if need_dx else nothing), (dw if need_dw and weight is not None else nothing)
 
 
-# --- how far from the reference a correct implementation may lie -----------------------------------------------------------
+# --- how far from the reference a correct implementation may lie ----------------------------------------------------
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -256,7 +258,7 @@ def bound_backward(
     return dx, dw
 
 
-# --- plain PyTorch, one operation after the other ----------------------------------------------------------------------------
+# --- plain PyTorch, one operation after the other -------------------------------------------------------------------
 
 
 def composite_forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> Tensors:
@@ -296,7 +298,7 @@ def composite_backward(
     return dx, dw
 
 
-# --- the cases of the conformance suite ----------------------------------------------------------------------------------------
+# --- the cases of the conformance suite -----------------------------------------------------------------------------
 
 
 def layout_cases(maker_count: int) -> Iterator[tuple[str, tuple[make.Maker, ...], int]]:
@@ -348,16 +350,20 @@ def norm_samples(maker_count: int) -> Iterator[Sample]:
 def _sample(
     name: str, makers: tuple[make.Maker, ...], weight: make.Maker | None, scalars: tuple[float | str, ...]
 ) -> Sample:
-    def tensors(
-        generator: torch.Generator, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor | None, ...]:
+    def tensors(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Tensor | None, ...]:
         made = [maker(generator, dtype, device) for maker in makers]
         return (*made, None if weight is None else weight(generator, dtype, device))
 
     return Sample(name, tensors, scalars)
 
 
-# --- the spec ---------------------------------------------------------------------------------------------------------------------
+# --- the spec -------------------------------------------------------------------------------------------------------
+
+
+def typical(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    x = TensorMeta.contiguous(shape, dtype, device)
+    return (x, TensorMeta.contiguous(shape[-1:], dtype, device), 1e-6, 0.0, "after_weight")
+
 
 NORM_SCALARS: tuple[tuple[str, type], ...] = (("eps", float), ("offset", float), ("rounding", str))
 
@@ -383,10 +389,11 @@ SPEC = OpSpec(
         bound=bound_backward,
     ),
     check=check,
+    typical=typical,
     samples=lambda: norm_samples(1),
     differentiable=("y",),
     saved=("x", "weight", "rstd"),
     gradients=(("x",), ("weight",)),
 )
 
-_rms_norm = define(SPEC)
+_rms_norm = define(SPEC).call

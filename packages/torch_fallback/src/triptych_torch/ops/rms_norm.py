@@ -75,9 +75,7 @@ def _has_fused(x: Tensor, weight: Tensor | None, offset: float, rounding: str) -
     return x.is_cuda and same and offset == 0 and x.numel() > 0 and (rounding == "after_weight" or weight is None)
 
 
-def _fused_backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, need_dx: bool, need_dw: bool
-) -> Pair:
+def _fused_backward(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, need_dx: bool, need_dw: bool) -> Pair:
     dx, dw = torch.ops.aten._fused_rms_norm_backward(
         dy.contiguous(), x, x.shape[-1:], rstd.unsqueeze(-1), weight, [need_dx, need_dw and weight is not None]
     )

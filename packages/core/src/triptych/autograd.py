@@ -1,0 +1,74 @@
+"""The backward of an op on the short path: runs what the plan says.
+
+It was selected in forward: backward runs on autograd's own threads, where no `use` block is visible, and often after
+the block has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from triptych import intercept
+from triptych.opspec import Tensors
+
+if TYPE_CHECKING:
+    from triptych.dispatch import Op, Plan
+
+
+def backward_of(op: Op) -> Callable[..., Any]:
+    """The backward of the op's autograd function, whose inputs are (plan, index, backward_index) and the op's tensors."""
+    spec = op.spec
+    kept = len(spec.differentiable)
+    optional = () if spec.backward is None else tuple(name.endswith("?") for name in spec.backward.tensors[:kept])
+
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        plan, _, index = ctx.selected
+        if None in grads:
+            grads = tuple(
+                torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
+                if grad is None and not may_be_none
+                else grad
+                for grad, may_be_none, meta in zip(grads, optional, plan.grad_metas, strict=True)
+            )
+        args = (*grads, *ctx.saved_tensors, *plan.scalars, *plan.needs)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                results = _backward(op, plan, index, args)
+            tied = (*results, *grads, *ctx.saved_tensors)
+            results = NoSecondDerivative.apply(spec.name, len(results), *tied)  # type: ignore[no-untyped-call]
+        else:
+            results = _backward(op, plan, index, args)
+        return (None, *[None if i is None else results[i] for i in plan.results])
+
+    return backward
+
+
+def _backward(op: Op, plan: Plan, index: int, args: tuple[Any, ...]) -> Tensors:
+    assert plan.backward is not None and plan.backward_run is not None and plan.backward_count is not None
+    plan.backward_count()
+    if intercept.active:
+        return op.intercepted(plan.backward, index, args)
+    return plan.backward_run(*args)
+
+
+class NoSecondDerivative(torch.autograd.Function):
+    """Ties gradients to what they were computed from, so that differentiating them raises instead of giving zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, count: int, *tensors: torch.Tensor) -> Tensors:
+        ctx.name = name
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise NotImplementedError(second_derivative_text(ctx.name))
+
+
+def second_derivative_text(name: str) -> str:
+    return (
+        f"{name} was differentiated twice; Triptych's kernels have a first derivative only. Where a second one is "
+        f"needed, compute this layer with torch.nn.functional."
+    )

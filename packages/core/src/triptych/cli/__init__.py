@@ -1,0 +1,1 @@
+"""The program `triptych`: one file a command."""

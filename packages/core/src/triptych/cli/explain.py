@@ -1,0 +1,86 @@
+"""`triptych explain`: which backend would run a call, by which rule, and why the others would not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from triptych import registry, scope
+from triptych.call import FORWARD, dtype_name
+from triptych.cli.output import write_json
+from triptych.errors import Refused, UsageError, nearest
+from triptych.explain import explain as decide
+from triptych.select import Decision
+
+DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
+
+
+def explain(
+    op: Annotated[str, typer.Argument(metavar="OP", help="An op, for example rms_norm.")],
+    shape: Annotated[str, typer.Option(help="Shape of the op's first tensor, for example 4096x4096.")] = "4096x4096",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    device: Annotated[str, typer.Option(help="A device, for example cpu or cuda:1. It need not be present.")] = "cpu",
+    phase: Annotated[str, typer.Option(help="forward or backward.")] = FORWARD,
+    layer: Annotated[str, typer.Option(help="Name of the calling layer, for rules with @.")] = "",
+    backend: Annotated[str, typer.Option(metavar="POLICY", help="Rules to put over the policy in force.")] = "",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to FILE as JSON.")] = None,
+) -> None:
+    """Say which backend would run a call, by which rule, and why the others would not. Runs nothing."""
+    if op not in registry.ops.names():
+        raise UsageError(f"There is no op {op!r}. {nearest(op, registry.ops.names())}")
+    args = registry.ops.get(op).typical(parse_shape(shape), parse_dtype(dtype), parse_device(device))
+    console = Console()
+    try:
+        with scope.use(backend):
+            decision = decide(op, *args, phase=phase, layer=layer)
+    except Refused as refusal:
+        if json_file is not None:
+            write_json(json_file, {"schema": 1, "chosen": None, "rejected": _rejected(refusal.rejected)})
+        console.print(f"Refused: {refusal}", highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    if json_file is not None:
+        write_json(json_file, {"schema": 1, **decision.to_json()})
+    for line in lines(decision):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def lines(decision: Decision) -> list[str]:
+    """The record of a decision as text."""
+    call = decision.call
+    origin = f" ({decision.distribution} {decision.version})" if decision.distribution else ""
+    text = [f"{call.op}.{call.phase} runs on {decision.chosen}{origin}"]
+    text.append(f"  decided by: {decision.rule.text} ({decision.rule.source})")
+    for name, reasons in decision.rejected:
+        text += [f"  not {name}: {reason}" for reason in reasons]
+    return [*text, f"  asked: {call}"]
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """`4096x4096` as (4096, 4096)."""
+    if not re.fullmatch(r"\d+(x\d+)*", text):
+        raise UsageError(f"--shape is {text!r}. Write sizes joined by x, for example 4096x4096 or 8x128x4096.")
+    return tuple(int(size) for size in text.split("x"))
+
+
+def parse_dtype(text: str) -> torch.dtype:
+    """`bfloat16` as torch.bfloat16."""
+    if text.removeprefix("torch.") not in DTYPES:
+        raise UsageError(f"--dtype is {text!r}. {nearest(text, DTYPES)}")
+    return DTYPES[text.removeprefix("torch.")]
+
+
+def parse_device(text: str) -> torch.device:
+    """`cuda:1` as torch.device("cuda", 1)."""
+    try:
+        return torch.device(text)
+    except RuntimeError as cause:
+        raise UsageError(f"--device is {text!r}. Write a torch device, for example cpu, cuda or cuda:1.") from cause
+
+
+def _rejected(rejected: tuple[tuple[str, tuple[str, ...]], ...]) -> list[dict[str, Any]]:
+    return [{"backend": name, "reasons": list(reasons)} for name, reasons in rejected]

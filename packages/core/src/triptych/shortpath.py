@@ -1,0 +1,148 @@
+"""The short path of an op: from plain eager tensors to what was selected for them.
+
+Two functions an op are written from its signature, as dataclasses writes __init__: a loop over the arguments would cost
+more than everything that is done to them (6.0 us a call against 3.2). For rms_norm the text reads, shortened:
+
+    def call(layer, x, weight, eps, offset, rounding):
+        if is_compiling(): return op.through_operator(layer, x, weight, eps, offset, rounding)
+        if type(x) is not Parameter and type(x) is not Tensor: return op.through_operator(...)
+        x_grad = grad_enabled() and x.requires_grad
+        key = ('rms_norm', layer, eps, offset, rounding, x.shape, x.stride(), x.dtype, x.device, ...)
+        plan = (used_scope() or current_scope()).plans.get(key)
+        ...
+        if x_grad or weight_grad: return apply((plan, index, backward_index), x, weight)
+        return plan.run(x, weight, eps, offset, rounding)[0]
+
+    def forward(ctx, selected, x, weight):
+        plan, index, _ = ctx.selected = selected
+        eps, offset, rounding = plan.scalars
+        y, rstd = plan.run(x, weight, eps, offset, rounding)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Parameter
+
+from triptych import intercept, scope
+from triptych.opspec import OpSpec
+
+if TYPE_CHECKING:
+    from triptych.dispatch import Op
+
+
+def write(op: Op, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The function `call(layer, *tensors, *scalars)` of an op: returns its one differentiable output, or a tuple.
+
+    Args:
+        op: what to do about a signature that has no plan yet, and about everything that is not a plain eager tensor.
+        backward: the backward of the op's autograd function.
+    """
+    name = f"triptych.{op.spec.name}"
+    members: dict[str, Any] = {"intercept": intercept, "op": op}
+    exec(compile(forward_source(op.spec), f"<forward of {name}>", "exec"), members)
+    body = {"forward": staticmethod(members["forward"]), "backward": staticmethod(backward)}
+    function = type(torch.autograd.Function)(name, (torch.autograd.Function,), body)
+    namespace: dict[str, Any] = {
+        "Parameter": Parameter,
+        "Tensor": torch.Tensor,
+        "apply": function.apply,
+        "current_scope": scope.current,
+        "dispatch_modes": torch._C._len_torch_dispatch_stack,
+        "function_modes": torch._C._len_torch_function_stack,
+        "functorch": torch._C._functorch.peek_interpreter_stack,
+        "grad_enabled": torch.is_grad_enabled,
+        "intercept": intercept,
+        "is_compiling": torch.compiler.is_compiling,
+        "op": op,
+        "used_scope": scope.used,
+    }
+    exec(compile(call_source(op.spec), f"<call of {name}>", "exec"), namespace)
+    call: Callable[..., Any] = namespace["call"]
+    return call
+
+
+def kept(spec: OpSpec) -> str:
+    """The subscript that takes from all outputs of forward those that the caller gets."""
+    count = len(spec.differentiable) or len(spec.forward.outputs)
+    return "[0]" if count == 1 else f"[:{count}]"
+
+
+def forward_source(spec: OpSpec) -> str:
+    """The text of `forward`, of the op's autograd function."""
+    tensors = ", ".join(spec.forward.tensor_names)
+    scalars = "".join(f"{name}, " for name in spec.forward.scalar_names)
+    lines = [
+        f"def forward(ctx, selected, {tensors}):",
+        "    plan, index, _ = ctx.selected = selected",
+        "    plan.count()",
+        f"    {scalars}= plan.scalars" if scalars else "",
+        "    if intercept.active:",
+        f"        outputs = op.intercepted(plan.forward, index, ({tensors}, {scalars}))",
+        "    else:",
+        f"        outputs = plan.run({tensors}, {scalars})",
+        f"    {', '.join(spec.forward.outputs)}, = outputs",
+        f"    ctx.save_for_backward({', '.join(spec.saved)})",
+        # With one differentiable output, backward never runs without its gradient.
+        "    ctx.set_materialize_grads(False)" if len(spec.differentiable) > 1 else "",
+        f"    return outputs{kept(spec)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def call_source(spec: OpSpec) -> str:
+    """The text of `call` for an op."""
+    tensors = spec.forward.tensor_names
+    optional = {name.removesuffix("?") for name in spec.forward.tensors if name.endswith("?")}
+    scalars = spec.forward.scalar_names
+    arguments = ", ".join((*tensors, *scalars))
+    elsewhere = f"return op.through_operator(layer, {arguments})"
+    lines = [f"def call(layer, {arguments}):", f"    if is_compiling(): {elsewhere}"]
+    for name in tensors:
+        absent = f"{name} is not None and " if name in optional else ""
+        lines.append(f"    if {absent}type({name}) is not Parameter and type({name}) is not Tensor: {elsewhere}")
+    lines += [f"    if dispatch_modes() or function_modes() or functorch() is not None: {elsewhere}"]
+    lines += ["    grad = grad_enabled()"]
+    parts = [f"{spec.name!r}", "layer", *scalars]
+    for name in tensors:
+        metadata = ", ".join(
+            f"{name}.{attribute}" for attribute in ("shape", "stride()", "dtype", "device", "data_ptr() & 15")
+        )
+        if name in optional:
+            lines += [
+                f"    if {name} is None:",
+                f"        {name}_grad = False",
+                f"        {name}_key = None",
+                "    else:",
+                f"        {name}_grad = grad and {name}.requires_grad",
+                f"        {name}_key = ({metadata}, {name}_grad)",
+            ]
+            parts.append(f"{name}_key")
+        else:
+            lines.append(f"    {name}_grad = grad and {name}.requires_grad")
+            parts += [metadata, f"{name}_grad"]
+    needs_grad = " or ".join(f"{name}_grad" for name in tensors) if spec.backward is not None else "False"
+    meta = " or ".join(
+        f"{name} is not None and {name}.is_meta" if name in optional else f"{name}.is_meta" for name in tensors
+    )
+    lines += [
+        f"    key = ({', '.join(parts)})",
+        "    scope = used_scope() or current_scope()",
+        "    plan = scope.plans.get(key)",
+        f"    if plan is None and ({meta}): {elsewhere}",
+        "    index = op.next_forward()",
+        f"    if {needs_grad}:",
+        "        backward_index = op.next_backward()",
+        f"        if plan is None: plan = op.plan(scope, key, layer, ({arguments}), index, backward_index)",
+        f"        return apply((plan, index, backward_index), {', '.join(tensors)})",
+        f"    if plan is None: plan = op.plan(scope, key, layer, ({arguments}), index, -1)",
+        "    plan.count()",
+        f"    if intercept.active: return op.intercepted(plan.forward, index, ({arguments})){kept(spec)}",
+        f"    return plan.run({arguments}){kept(spec)}",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,138 @@
+"""`use`: nests, restores, and is seen by its own thread or task; backward runs as its forward's block said."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from spies import counts, ran
+
+import triptych
+
+X = torch.ones(2, 8)
+
+
+def chosen() -> str:
+    return triptych.explain("rms_norm", X, None, 1e-6, 0.0, "after_weight").chosen
+
+
+def test_blocks_nest_and_restore_whatever_happens() -> None:
+    before = chosen()
+    with triptych.use("composite"):
+        with pytest.raises(ZeroDivisionError), triptych.use("torch"):
+            assert chosen() == "torch"
+            raise ZeroDivisionError
+        assert chosen() == "composite"
+    assert chosen() == before
+
+
+def test_it_decorates() -> None:
+    @triptych.use("composite")
+    def inside(depth: int) -> list[str]:
+        return [chosen(), *(inside(depth - 1) if depth else [])]
+
+    assert inside(2) == ["composite"] * 3
+    with ThreadPoolExecutor(4) as pool:
+        assert {each for found in pool.map(inside, [3] * 16) for each in found} == {"composite"}
+
+
+def test_a_wrong_rule_is_an_error_at_once() -> None:
+    with pytest.raises(triptych.PolicyError):
+        triptych.use("trch")
+
+
+def test_threads_and_tasks_do_not_see_each_others_blocks() -> None:
+    before = chosen()
+    seen: list[str] = []
+    with triptych.use("composite"):
+        thread = threading.Thread(target=lambda: seen.append(chosen()))
+        thread.start()
+        thread.join()
+    assert seen == [before]
+
+    async def task(backend: str) -> list[str]:
+        with triptych.use(backend):
+            first = chosen()
+            await asyncio.sleep(0)
+            return [first, chosen()]
+
+    async def both() -> list[list[str]]:
+        return await asyncio.gather(task("torch"), task("composite"))
+
+    assert asyncio.run(both()) == [["torch"] * 2, ["composite"] * 2]
+
+
+def test_backward_runs_as_forwards_block_said_after_it_has_ended() -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    with ran() as seen:
+        with triptych.use("composite;rms_norm.backward=torch"):
+            y = triptych.rms_norm(x)
+        with triptych.use("composite"):
+            y.sum().backward()
+    assert seen == {("rms_norm", "forward", "composite"): 1, ("rms_norm", "backward", "torch"): 1}
+
+
+def test_many_threads_lose_no_count() -> None:
+    def work(_: int) -> None:
+        with triptych.use("composite"):
+            for _ in range(50):
+                triptych.rms_norm(X)
+
+    with ran() as seen, ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert seen == {("rms_norm", "forward", "composite"): 400}
+
+
+def in_child(queue: multiprocessing.Queue[object]) -> None:
+    with triptych.use("composite"):
+        triptych.rms_norm(X)
+    queue.put((counts(), os.getpid()))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_children_count_their_own_calls(method: str) -> None:
+    with triptych.use("composite"):
+        triptych.rms_norm(X)
+    context = multiprocessing.get_context(method)
+    queue = context.Queue()
+    child = context.Process(target=in_child, args=(queue,))
+    child.start()
+    seen, pid = queue.get(timeout=60)
+    child.join(60)
+    assert child.exitcode == 0
+    assert pid != os.getpid()
+    assert seen == {("rms_norm", "forward", "composite"): 1}
+
+
+def test_a_fork_while_another_thread_selects_does_not_hang() -> None:
+    stop = threading.Event()
+
+    def busy() -> None:
+        size = 1
+        while not stop.is_set():
+            size = size % 4000 + 1
+            triptych.rms_norm(torch.ones(1, size))
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        for _ in range(10):
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    triptych.rms_norm(torch.ones(3, 5))
+                    triptych.report()
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            _, status = os.waitpid(pid, 0)
+            assert os.waitstatus_to_exitcode(status) == 0
+    finally:
+        stop.set()
+        thread.join()
