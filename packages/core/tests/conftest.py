@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from triptych import scope
+from triptych import scope, tools
 
 sys.path.insert(0, str(Path(__file__).parent))  # spies.py
 
@@ -23,6 +23,13 @@ def fresh_scope(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(scope, "_process", None)
     monkeypatch.setattr(scope, "_environment_text", None)
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def tools_end_with_the_test() -> Iterator[None]:
+    """Take out what a test's environment variables switched on."""
+    yield
+    tools.uninstall()
 
 
 @pytest.fixture

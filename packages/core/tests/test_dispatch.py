@@ -248,6 +248,23 @@ def test_an_added_backend_leaves_no_stale_selection() -> None:
     assert not {"one", "two"} & {backend for _, _, backend in seen}
 
 
+def test_a_preference_that_is_not_met_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    from triptych import refusals
+
+    refusals._logged.clear()
+    with spying("spy,composite", refuse=("forward",)), caplog.at_level("INFO", "triptych.select"), ran() as seen:
+        for size in (4, 5, 6):
+            triptych.rms_norm(torch.ones(2, size))
+    assert seen == {("rms_norm", "forward", "composite"): 3}
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        (
+            "WARNING",
+            "rms_norm.forward runs on 'composite', not on 'spy' (triptych.use rule 1, \"spy,composite\"): "
+            "this spy refuses it. Use 'composite'.",
+        )
+    ]
+
+
 def test_a_layer_is_copied_and_pickled_with_its_name() -> None:
     layer = triptych.layers.RMSNorm(8)
     layer.layer_name = "blocks.0.norm"

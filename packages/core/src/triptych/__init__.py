@@ -1,6 +1,8 @@
 """Triptych: PyTorch kernels in three implementations behind one registry, so that bugs are found by swapping them."""
 
-from triptych import layers
+import os as _os
+
+from triptych import layers, tools
 from triptych.errors import (
     ArgumentError,
     BuildError,
@@ -40,3 +42,5 @@ __all__ = [
     "rms_norm",
     "use",
 ]
+
+tools.name_layers_if_asked(_os.environ)

@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
 
 def backward_of(op: Op) -> Callable[..., Any]:
-    """The backward of the op's autograd function, whose inputs are (plan, index, backward_index) and the op's tensors."""
+    """The backward of the autograd function whose inputs are (plan, index, backward_index) and the op's tensors."""
     spec = op.spec
     kept = len(spec.differentiable)
+    several = kept > 1  # with one differentiable output, backward never runs without its gradient
     optional = () if spec.backward is None else tuple(name.endswith("?") for name in spec.backward.tensors[:kept])
 
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         plan, _, index = ctx.selected
-        if None in grads:
+        if several:
             grads = tuple(
                 torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
                 if grad is None and not may_be_none

@@ -62,9 +62,9 @@ class TensorMeta:
     def __str__(self) -> str:
         text = f"{dtype_name(self.dtype)}[{', '.join(map(str, self.shape))}]"
         if self.stride is None:
-            text += " any strides"
-        elif self.stride != contiguous_stride(self.shape):
-            text += f" strides ({', '.join(map(str, self.stride))})"
+            return f"{text} with any strides on {self.device}"
+        if self.stride != contiguous_stride(self.shape):
+            text += f" with strides ({', '.join(map(str, self.stride))})"
         return f"{text} on {self.device}" + ("" if self.aligned else ", not 16-byte aligned")
 
     def to_json(self) -> dict[str, Any]:

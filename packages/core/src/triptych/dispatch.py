@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from triptych import intercept, registry, scope, shortpath
+from triptych import intercept, refusals, registry, scope, shortpath
 from triptych.autograd import backward_of
 from triptych.call import BACKWARD, FORWARD, Call, TensorMeta
 from triptych.counters import Counter
@@ -29,7 +29,7 @@ class Plan:
     """What was selected for one call signature under one policy, ready to run.
 
     `run` and `backward_run` are the implementations, `count` and `backward_count` step their counters. `needs` says
-    which outputs of backward are wanted, `results` which of them is the gradient of each forward tensor (None: no one's).
+    which outputs of backward are wanted, `results` which of them is the gradient of each forward tensor, if any.
     """
 
     __slots__ = (
@@ -97,6 +97,7 @@ class Op:
                 self.spec.check(*args)
             call = _call(self.spec, phase, tuple(map(_meta, args)))
             decision = select(call, layer, rule, registry.backends.names(), registry.backends.get)
+            refusals.log(decision)
             found = (decision, self.count(phase, decision.chosen))
             now.remember(key, found)
         decision, count = found
@@ -177,6 +178,9 @@ class Op:
         scalars = args[self._tensor_count :]
         count = self.count(FORWARD, forward.chosen)
         plan = Plan(forward, count, backward, backward_count, scalars, grad_metas, needs, results)
+        for decision in (forward, backward):
+            if decision is not None:
+                refusals.log(decision)
         now.remember(key, plan)
         return plan
 

@@ -95,8 +95,8 @@ class OpSpec:
             with "?" where a missing gradient is passed as None rather than as zeros.
         saved: forward inputs or outputs, by name, that backward takes after the gradients.
         gradients: for each output of backward, the forward inputs whose gradient it is.
-        typical: called with (shape, dtype, device); returns the forward arguments of an ordinary call whose first tensor
-            is that, with a TensorMeta in place of each tensor. For `triptych explain`.
+        typical: called with (shape, dtype, device); returns the forward arguments of an ordinary call whose first
+            tensor is that, with a TensorMeta in place of each tensor. For `triptych explain`.
         samples: the op's grid of cases for the conformance suite.
     """
 

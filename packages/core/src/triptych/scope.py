@@ -87,6 +87,9 @@ def process_scope() -> Scope:
                 policy = policy.extended(parse(environment.configured_policy(path), str(path), **names))
             text = os.environ.get("TRIPTYCH_BACKEND", "")
             policy = policy.extended(parse(text, "TRIPTYCH_BACKEND", **names))
+            from triptych import tools  # which import this module
+
+            tools.install_from_environment(policy)
             _process, _environment_text = Scope(policy), text
         return _process
 

@@ -110,8 +110,9 @@ def call_source(spec: OpSpec) -> str:
     lines += ["    grad = grad_enabled()"]
     parts = [f"{spec.name!r}", "layer", *scalars]
     for name in tensors:
-        metadata = ", ".join(
-            f"{name}.{attribute}" for attribute in ("shape", "stride()", "dtype", "device", "data_ptr() & 15")
+        metadata = (
+            f"{name}.shape, {name}.is_contiguous() or {name}.stride(), {name}.dtype, {name}.device, "
+            f"{name}.data_ptr() & 15"
         )
         if name in optional:
             lines += [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,9 @@ def name_layers_when_called() -> Callable[[], None]:
         if layers and not any(inner.layer_name for inner in layers):
             name_layers(module)
 
+    # torch.compile warns of any global hook. This one may run twice; a program that turns warnings into errors must not
+    # fail because a tool is on.
+    warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are global hooks", UserWarning)
     handle = register_module_forward_pre_hook(hook)
     outermost = _outermost_running_module()
     if outermost is not None:

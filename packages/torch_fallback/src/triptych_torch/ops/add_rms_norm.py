@@ -35,4 +35,4 @@ def backward(
     if dh is None or not need_dx:
         return norm.backward(dy, h, weight, rstd, eps, offset, rounding, need_dx, need_dw)
     dx, dw = norm.wide_backward(dy, h, weight, rstd, offset, rounding, need_dx, need_dw)
-    return dx.add_(dh).to(h.dtype), dw if weight is None else dw.to(weight.dtype)
+    return dx.add_(dh).to(h.dtype), dw.to(h.dtype if weight is None else weight.dtype)

@@ -16,7 +16,7 @@ def forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, roundin
         y, rstd = torch.ops.aten._fused_rms_norm(x, x.shape[-1:], weight, eps)
         return y, rstd.view(x.shape[:-1])
     wide = x.to(_statistics_dtype(x.dtype))
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+    rstd = torch.rsqrt(wide.square().sum(-1, keepdim=True).div_(max(x.shape[-1], 1)).add_(eps))
     y = torch.mul(wide, rstd, out=torch.empty(x.shape, dtype=wide.dtype, device=x.device))
     if rounding == "before_weight":
         y = y.to(x.dtype).to(wide.dtype)
@@ -39,7 +39,7 @@ def backward(
     if _has_fused(x, weight, offset, rounding) and x.is_contiguous():
         return _fused_backward(dy, x, weight, rstd, need_dx, need_dw)
     dx, dw = wide_backward(dy, x, weight, rstd, offset, rounding, need_dx, need_dw)
-    return dx.to(x.dtype), dw if weight is None else dw.to(weight.dtype)
+    return dx.to(x.dtype), dw.to(x.dtype if weight is None else weight.dtype)
 
 
 def wide_backward(
@@ -54,14 +54,13 @@ def wide_backward(
 ) -> Pair:
     """Both gradients in rstd's dtype, not yet rounded; one that is not wanted has shape [0]."""
     columns = x.shape[-1]
-    nothing = torch.empty(0, dtype=rstd.dtype, device=x.device)
     wide_dy = dy.to(rstd.dtype)
     scale = rstd.unsqueeze(-1)
     xhat = torch.mul(x, scale, out=torch.empty(x.shape, dtype=rstd.dtype, device=x.device))
-    dx = dw = nothing
+    dx, dw = (torch.empty(0, dtype=rstd.dtype, device=x.device) for _ in range(2))
     if need_dw and weight is not None:
         seen = xhat.to(x.dtype).to(rstd.dtype) if rounding == "before_weight" else xhat
-        dw = (wide_dy * seen).view(x.numel() // max(columns, 1), columns).sum(0)
+        dw = (wide_dy * seen).reshape(x.numel() // max(columns, 1), columns).sum(0)
     if need_dx:
         wdy = wide_dy if weight is None else wide_dy * (weight.to(rstd.dtype) + offset)
         mean = (wdy * xhat).mean(-1, keepdim=True)
@@ -79,8 +78,11 @@ def _fused_backward(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, 
     dx, dw = torch.ops.aten._fused_rms_norm_backward(
         dy.contiguous(), x, x.shape[-1:], rstd.unsqueeze(-1), weight, [need_dx, need_dw and weight is not None]
     )
-    nothing = torch.empty(0, dtype=x.dtype, device=x.device)
-    return nothing if dx is None else dx, nothing if dw is None else dw
+    if dx is None:
+        dx = torch.empty(0, dtype=x.dtype, device=x.device)
+    if dw is None:
+        dw = torch.empty(0, dtype=x.dtype if weight is None else weight.dtype, device=x.device)
+    return dx, dw
 
 
 def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:

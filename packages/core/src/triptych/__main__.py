@@ -1,0 +1,5 @@
+"""`python -m triptych` is the program `triptych`."""
+
+from triptych.cli.app import main
+
+main()
