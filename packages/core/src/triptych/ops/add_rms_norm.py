@@ -73,7 +73,8 @@ def fake_forward(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str
 ) -> Tensors:
     y, rstd = norm.fake_forward(x, weight, eps, offset, rounding)
-    return y, torch.empty_like(y), rstd
+    h = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # empty_like of a meta tensor would import sympy
+    return y, h, rstd
 
 
 def fake_backward(

@@ -1,0 +1,1 @@
+"""One module an op; the module's name is the op's."""

@@ -1,0 +1,337 @@
+"""The search: which smallest set of candidates makes a predicate fail.
+
+Pure. It knows candidates and the outcomes it is told; not torch, not policies, not processes. A search is a generator
+that yields the next subset to test, receives the outcome, and returns a `Finding`. It is deterministic: told the same
+outcomes it asks the same questions, so that a stored history resumes it and a guessed one runs ahead of it.
+
+How it searches. Candidates lie in one order: op by op, phase by phase, layer by layer, call by call. The whole order
+is known to fail and the empty prefix to pass, so there is a shortest prefix that fails, and a binary search finds it in
+at most ceil(log2(n)) trials, whatever the predicate: between a prefix that passed and a longer one that failed there is
+always such an edge. Where a cut between two ops, phases or layers costs no trial more than the middle, it is preferred;
+hence op, then phase, then layer, then call. The last candidate of that prefix is needed. If it fails alone, it is the
+culprit, and when several candidates fail alone it is the first of them. If it does not, it is kept in every further
+trial and the search goes on in front of it, until what was kept fails by itself. Hence k candidates that only fail
+together cost k * ceil(log2(n)) trials and a few, and no assumption about the predicate is made on the way. Last, each
+member is left out in turn: nothing that is returned can be left out (1-minimal, as in delta debugging).
+
+A failure that needs many calls (a leak, a drift) is not a set of calls worth listing: past `LIMIT` members the answer
+is the layer, the phase or the op that fails as a whole.
+
+FAIL is evidence by itself, since nothing fails with the empty subset. PASS of a flaky failure may be luck; it can make
+the answer too large, but an answer has always been seen to fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import groupby
+
+
+class Outcome(Enum):
+    """What a trial of a subset showed."""
+
+    PASS = "pass"
+    FAIL = "fail"
+    UNRESOLVED = "unresolved"
+    """It says nothing about the failure that is searched for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One phase of one call of an op: what can be swapped on its own."""
+
+    op: str
+    phase: str
+    layer: str
+    call: int
+
+
+class Level(Enum):
+    """How far a culprit was narrowed down."""
+
+    OP = 1
+    PHASE = 2
+    LAYER = 3
+    CALL = 4
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A member of the answer: one call, or the calls that stand for a layer, phase or op as a whole."""
+
+    level: Level
+    members: tuple[Candidate, ...]
+
+
+class Status(Enum):
+    """How a search ended."""
+
+    FOUND = "found"
+    NOTHING_FAILS = "nothing fails"
+    """All candidates together do not fail: the cause is not among them, or the failure is flaky."""
+    UNRESOLVED = "unresolved"
+    """Too many trials said nothing; the cause lies among the suspects."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of a search.
+
+    Attributes:
+        culprits: together they fail and none of them can be left out; in the order of the candidates.
+        suspects: with UNRESOLVED, the candidates that could not be told apart.
+    """
+
+    status: Status
+    culprits: tuple[Culprit, ...] = ()
+    suspects: tuple[Candidate, ...] = ()
+
+    @property
+    def members(self) -> tuple[Candidate, ...]:
+        """All candidates of all culprits."""
+        return tuple(member for culprit in self.culprits for member in culprit.members)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A subset to test.
+
+    Attributes:
+        subset: the candidates to swap in, in order.
+        left: how many candidates may still be the culprit that is being looked for.
+        trials_left: about how many trials the search still takes.
+    """
+
+    subset: tuple[Candidate, ...]
+    left: int
+    trials_left: int
+
+
+Search = Generator[Question, Outcome, Finding]
+Unit = tuple[int, ...]
+"""Indices of candidates that are swapped together: one call, or all calls of a layer, phase or op."""
+
+LIMIT = 4
+"""The most culprits listed call by call."""
+_CUTS = 6
+"""How many cuts are tried at one step before its outcome is given up as unresolved."""
+_SINGLES = 8
+"""When a step is given up, so many units are still tried one by one."""
+
+
+def hierarchical(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """The candidates without repetition, in the order of the search.
+
+    Ops, the phases of an op and the layers of a phase stand in order of first appearance; calls by number.
+    """
+    first: dict[tuple[str, ...], int] = {}
+    unique = list(dict.fromkeys(candidates))
+    for place, each in enumerate(unique):
+        for key in ((each.op,), (each.op, each.phase), (each.op, each.phase, each.layer)):
+            first.setdefault(key, place)
+
+    def order(each: Candidate) -> tuple[int, int, int, int]:
+        op, phase, layer = (each.op,), (each.op, each.phase), (each.op, each.phase, each.layer)
+        return first[op], first[phase], first[layer], each.call
+
+    return tuple(sorted(unique, key=order))
+
+
+def search(candidates: Sequence[Candidate]) -> Search:
+    """Find a minimal set of candidates that fails.
+
+    Args:
+        candidates: in the order of `hierarchical`. The caller has proved that swapping none of them passes, and has
+            reason to believe that swapping all of them fails; the search proves that only where it depends on it.
+    """
+    return _Search(candidates).run()
+
+
+def ask(make: Callable[[], Search], history: Sequence[Outcome]) -> Question | Finding:
+    """What a search asks next, or finds, after it was told `history`. Pure: this is how one looks ahead."""
+    running = make()
+    try:
+        question = next(running)
+        for outcome in history:
+            question = running.send(outcome)
+    except StopIteration as end:
+        finding: Finding = end.value
+        return finding
+    return question
+
+
+@dataclass
+class _Stuck(Exception):
+    status: Status
+    suspects: Unit = ()
+
+
+Step = Generator[Question, Outcome, Outcome]
+
+
+class _Search:
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        self.candidates = candidates
+        self.known: dict[frozenset[int], Outcome] = {frozenset(): Outcome.PASS}
+        self.left = len(candidates)
+
+    def run(self) -> Search:
+        try:
+            units = yield from self._find()
+        except _Stuck as stuck:
+            return Finding(stuck.status, suspects=tuple(self.candidates[index] for index in stuck.suspects))
+        return Finding(Status.FOUND, tuple(self._culprit(unit) for unit in sorted(units)))
+
+    # --- the strategy -----------------------------------------------------------------------------
+
+    def _find(self) -> Generator[Question, Outcome, list[Unit]]:
+        calls = self._units(Level.CALL)
+        if not calls:
+            raise _Stuck(Status.NOTHING_FAILS)
+        last, _ = yield from self._last_needed(calls, ())
+        if (yield from self._test(last)) is Outcome.FAIL:
+            return [last]
+        if Outcome.FAIL not in self.known.values():
+            whole = yield from self._test(_joined(calls))
+            if whole is Outcome.PASS:
+                raise _Stuck(Status.NOTHING_FAILS)
+            if whole is Outcome.UNRESOLVED:
+                raise _Stuck(Status.UNRESOLVED, _joined(calls))
+        for level in (Level.LAYER, Level.PHASE):
+            around = next(unit for unit in self._units(level) if last[0] in unit)
+            if len(around) > 1 and (yield from self._test(around)) is Outcome.FAIL:
+                return (yield from self._find_inside(around, level))
+        found = yield from self._minimal(calls, LIMIT)
+        if found is None:
+            phases = self._units(Level.PHASE)
+            found = yield from self._minimal(phases, len(phases))
+        assert found is not None
+        return found
+
+    def _find_inside(self, around: Unit, level: Level) -> Generator[Question, Outcome, list[Unit]]:
+        """A minimal set inside a layer or phase that is known to fail: of calls, else of layers, else the whole."""
+        for finer in (Level.CALL, Level.LAYER):
+            if finer is level:
+                break
+            inside = [unit for unit in self._units(finer) if unit[0] in around]
+            found = yield from self._minimal(inside, LIMIT)
+            if found is not None:
+                return found
+        return [around]
+
+    def _minimal(self, pool: list[Unit], limit: int) -> Generator[Question, Outcome, list[Unit] | None]:
+        """A 1-minimal set of units of `pool`, all of which together fail; None when it has more than `limit`."""
+        found: list[Unit] = []
+        while True:
+            last, pool = yield from self._last_needed(pool, _joined(found))
+            found.insert(0, last)
+            together = yield from self._test(_joined(found))
+            if together is Outcome.FAIL or not pool:
+                return (yield from self._reduced(found))
+            if len(found) >= limit:
+                return None
+
+    def _reduced(self, units: list[Unit]) -> Generator[Question, Outcome, list[Unit]]:
+        """The units without those that can be left out."""
+        for unit in units:
+            rest = [other for other in units if other is not unit]
+            if rest and (yield from self._test(_joined(rest))) is Outcome.FAIL:
+                return (yield from self._reduced(rest))
+        return units
+
+    # --- the binary search ------------------------------------------------------------------------
+
+    def _last_needed(self, pool: list[Unit], kept: Unit) -> Generator[Question, Outcome, tuple[Unit, list[Unit]]]:
+        """The last unit of a shortest prefix of `pool` that fails together with `kept`, and the units in front of it.
+
+        `kept` alone does not fail; with all of `pool` it does. Where a cut is unresolved, a window may still fail (the
+        units between the last cut that passed and this one, without those in front): then the search goes on inside it.
+        """
+        start, low, high = 0, 0, len(pool)
+        while high - low > 1:
+            self.left = sum(len(unit) for unit in pool[low:high])
+            for cut in self._cuts(pool, low, high):
+                outcome = yield from self._test(kept + _joined(pool[start:cut]))
+                if outcome is Outcome.UNRESOLVED and low > start:
+                    outcome = yield from self._test(kept + _joined(pool[low:cut]))
+                    if outcome is not Outcome.FAIL:
+                        continue  # a window that passes does not say that the prefix does
+                    start = low
+                if outcome is not Outcome.UNRESOLVED:
+                    break
+            else:
+                return (yield from self._one_by_one(pool[low:high], kept)), pool[start:low]
+            low, high = (low, cut) if outcome is Outcome.FAIL else (cut, high)
+        self.left = len(pool[low])
+        return pool[low], pool[start:low]
+
+    def _one_by_one(self, pool: list[Unit], kept: Unit) -> Generator[Question, Outcome, Unit]:
+        """A unit of `pool` that fails with `kept` and nothing else, where cuts between them are unresolved."""
+        if len(pool) <= _SINGLES:
+            for unit in pool:
+                if (yield from self._test(kept + unit)) is Outcome.FAIL:
+                    return unit
+        raise _Stuck(Status.UNRESOLVED, _joined(pool))
+
+    def _cuts(self, pool: list[Unit], low: int, high: int) -> Iterator[int]:
+        """Where to cut `pool[low:high]`: first the best place, then others, for when that one is unresolved."""
+        best = self._best_cut(pool, low, high)
+        tried = {best}
+        yield best
+        for parts in (4, 8, 16):
+            for part in range(1, parts, 2):
+                cut = low + (high - low) * part // parts
+                if low < cut < high and cut not in tried and len(tried) < _CUTS:
+                    tried.add(cut)
+                    yield cut
+
+    def _best_cut(self, pool: list[Unit], low: int, high: int) -> int:
+        """The cut at the coarsest border that leaves no more trials than the middle would; of these, the middlemost."""
+        largest = 1 << ((high - low - 1).bit_length() - 1)
+        middle = (low + high) / 2
+
+        def rank(cut: int) -> tuple[int, float]:
+            before, after = self.candidates[pool[cut - 1][-1]], self.candidates[pool[cut][0]]
+            return _border(before, after).value, abs(cut - middle)
+
+        return min(range(max(high - largest, low + 1), min(low + largest, high - 1) + 1), key=rank)
+
+    # --- trials -----------------------------------------------------------------------------------
+
+    def _test(self, members: Unit) -> Step:
+        """The outcome of a subset: remembered, or asked for."""
+        key = frozenset(members)
+        if key not in self.known:
+            subset = tuple(self.candidates[index] for index in sorted(key))
+            self.known[key] = yield Question(subset, self.left, (self.left - 1).bit_length() + 1)
+        return self.known[key]
+
+    def _units(self, level: Level) -> list[Unit]:
+        """All candidates, grouped at a level."""
+
+        def key(index: int) -> tuple[object, ...]:
+            each = self.candidates[index]
+            return (each.op, each.phase, each.layer, each.call)[: level.value]
+
+        return [tuple(group) for _, group in groupby(range(len(self.candidates)), key)]
+
+    def _culprit(self, unit: Unit) -> Culprit:
+        members = tuple(self.candidates[index] for index in unit)
+        if len(members) == 1:
+            return Culprit(Level.CALL, members)
+        return Culprit(Level(_border(members[0], members[-1]).value - 1), members)
+
+
+def _joined(units: Iterable[Unit]) -> Unit:
+    return tuple(index for unit in units for index in unit)
+
+
+def _border(before: Candidate, after: Candidate) -> Level:
+    """The coarsest level at which two candidates differ."""
+    if before.op != after.op:
+        return Level.OP
+    if before.phase != after.phase:
+        return Level.PHASE
+    return Level.LAYER if before.layer != after.layer else Level.CALL

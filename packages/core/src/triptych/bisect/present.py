@@ -1,0 +1,86 @@
+"""A bisection's result for a reader: a verdict, the culprits, the evidence, what to do next."""
+
+from __future__ import annotations
+
+import shlex
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from triptych.bisect.verdicts import Answer, Evidence, Report
+
+_SENTENCES = {
+    Answer.ISOLATED: "isolated: the fault is found",
+    Answer.NOT_REPRODUCED: "not-reproduced: the bad policy does not fail",
+    Answer.GOOD_FAILS: "good-fails: the good policy fails as well",
+    Answer.NOT_A_BACKEND: "not-a-backend: no swap makes the difference",
+    Answer.FLAKY: "flaky: it fails too rarely for the repeats that were allowed",
+    Answer.UNRESOLVED: "unresolved: too many trials said nothing",
+}
+_REPLAYED = {
+    "agrees": "; run alone it agrees with the reference",
+    "differs": "; run alone it differs from the reference",
+    "raises": "; run alone it raises the error too",
+    "crashes": "; run alone it crashes too",
+    "hangs": "; run alone it hangs too",
+}
+_POLICY_WIDTH = 80
+
+
+def show(report: Report, console: Console) -> None:
+    """Print a report."""
+    console.print(_evidence(report))
+    for line in lines(report):
+        console.print(Text(line), soft_wrap=True)
+
+
+def lines(report: Report) -> list[str]:
+    """The report without the table of evidence, line by line."""
+    found = [f"Verdict: {_SENTENCES[report.verdict]}"]
+    if report.signature:
+        found.append(f"Failure: {report.signature}")
+    for word, sites in (("Culprit", report.culprits), ("Victim", report.victims), ("Suspect", report.suspects)):
+        for site in sites:
+            found.append(f"{word}: {site}{_REPLAYED.get(site.replay or '', '')}")
+    if report.interaction:
+        found.append("They fail only together.")
+    found += report.notes
+    if report.workaround is not None:
+        found.append("Workaround, proved to pass:")
+        found.append(f"  {assignment(report.workaround)} {report.shell_command}")
+    for capture in dict.fromkeys(site.capture for site in (*report.culprits, *report.victims) if site.capture):
+        found.append("The captured call, alone:")
+        found.append(f"  triptych replay {shlex.quote(capture)}")
+    seconds = f"{report.seconds:.1f} s"
+    found.append(f"{report.trials} trials in {seconds}; everything they left is in {report.state}")
+    return found
+
+
+def assignment(policy: str) -> str:
+    """`TRIPTYCH_BACKEND="..."` as a shell takes it."""
+    if any(character in policy for character in '$`"\\!\n'):
+        return f"TRIPTYCH_BACKEND={shlex.quote(policy)}"
+    return f'TRIPTYCH_BACKEND="{policy}"'
+
+
+def _evidence(report: Report) -> Table:
+    table = Table(title="Evidence", title_justify="left")
+    table.add_column("trial", justify="right")
+    table.add_column("for")
+    table.add_column("policy", overflow="fold")
+    table.add_column("verdict")
+    table.add_column("signature", overflow="fold")
+    table.add_column("s", justify="right")
+    if report.repeat > 1:
+        table.add_column("failed", justify="right")
+        table.add_column("confidence", justify="right")
+    for each in report.evidence:
+        policy = each.policy if len(each.policy) <= _POLICY_WIDTH else f"{each.policy[: _POLICY_WIDTH - 3]}..."
+        row = [str(each.trial), each.purpose, policy, each.verdict, each.signature or "", f"{each.seconds:.1f}"]
+        table.add_row(*map(Text, [*row, *(_repeated(each) if report.repeat > 1 else [])]))
+    return table
+
+
+def _repeated(each: Evidence) -> list[str]:
+    return [f"{each.failures}/{each.runs}", "" if each.confidence is None else f"{each.confidence:.1%}"]

@@ -1,0 +1,111 @@
+"""`triptych run`: a command with a policy and tools switched on, through its environment alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from triptych import trace as traces
+from triptych.cli.output import write_json
+from triptych.errors import UsageError
+from triptych.run import preflight
+from triptych.run.command import Exit, run_command
+from triptych.run.process import signal_name
+
+NOT_YET = "is not available yet. Leave it out; --trace, --sync and --capture are."
+
+
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="CMD", help="The command and its arguments.")],
+    backend: Annotated[str | None, typer.Option(metavar="POLICY", help="Policy rules, as in TRIPTYCH_BACKEND.")] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write each call to FILE before it runs.")] = None,
+    sync: Annotated[bool, typer.Option("--sync", help="Wait for the device around each call.")] = False,
+    capture: Annotated[
+        str | None, typer.Option(metavar="DIR|SELECTOR", help="Store the inputs of the selected calls in DIR.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write what ran to FILE.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Not available yet.")] = False,
+    guard: Annotated[bool, typer.Option("--guard", help="Not available yet.")] = False,
+    compare: Annotated[str | None, typer.Option(metavar="REF", help="Not available yet.")] = None,
+) -> None:
+    """Run a command with a policy and tools switched on; end as it ends (128 + n when signal n ended it).
+
+    Nothing in the program is changed: its environment carries everything, to its child processes too.
+    """
+    for name, value in (("--watch", watch), ("--guard", guard), ("--compare", compare)):
+        if value:
+            raise UsageError(f"{name} {NOT_YET}")
+    environ = _environment(backend, trace, sync, capture)
+    preflight.check_command(command, environ)
+    preflight.check_environment(environ)
+    if json_file is not None:
+        preflight.check_writable(json_file, "--json")
+    if trace is not None:
+        preflight.check_writable(trace, "--trace")
+        os.truncate(trace, 0)
+    with tempfile.TemporaryDirectory(prefix="triptych-run-") as scratch:
+        if json_file is not None:
+            environ.setdefault("TRIPTYCH_TRACE", str(Path(scratch) / "trace.jsonl"))
+        written = Path(environ["TRIPTYCH_TRACE"]) if environ.get("TRIPTYCH_TRACE") else None
+        start = written.stat().st_size if written is not None and written.exists() else 0
+        end = run_command(command, environ)
+        totals = _totals(written, start)
+    if trace is not None:
+        print("\n".join(summary(totals, end)), file=sys.stderr)
+    if json_file is not None:
+        write_json(json_file, result(totals, end))
+    raise typer.Exit(end.status)
+
+
+def _environment(backend: str | None, trace: Path | None, sync: bool, capture: str | None) -> dict[str, str]:
+    """Our environment with what the options ask for; paths are made absolute, for a command that changes directory."""
+    environ = dict(os.environ)
+    if backend is not None:
+        preflight.check_policy(backend, "--backend")
+        environ["TRIPTYCH_BACKEND"] = backend
+    if trace is not None:
+        environ["TRIPTYCH_TRACE"] = str(trace.absolute())
+    if sync:
+        environ["TRIPTYCH_SYNC"] = "1"
+    if capture is not None:
+        directory, bar, selectors = capture.rpartition("|")
+        environ["TRIPTYCH_CAPTURE"] = f"{Path(directory).absolute()}|{selectors}" if bar and directory else capture
+    return environ
+
+
+def _totals(path: Path | None, start: int) -> tuple[traces.Total, ...]:
+    if path is None or not path.exists():
+        return ()
+    try:
+        return traces.totals(traces.read(path, start))
+    except UsageError as cause:
+        # The command has ended, and its end is what we must report; what it left behind is not worth another.
+        print(f"triptych: what ran cannot be told: {cause}", file=sys.stderr)
+        return ()
+
+
+def summary(totals: tuple[traces.Total, ...], end: Exit) -> list[str]:
+    """What ran, as lines of text."""
+    lines = [
+        f"triptych: {each.calls} call{'s' * (each.calls != 1)} of {each.op}.{each.phase} on {each.backend} "
+        f"in {each.processes} process{'es' * (each.processes != 1)}"
+        for each in totals
+    ]
+    lines = lines or ["triptych: no Triptych op ran"]
+    if end.signal is not None:
+        lines.append(f"triptych: the command was ended by {signal_name(end.signal)}")
+    return lines
+
+
+def result(totals: tuple[traces.Total, ...], end: Exit) -> dict[str, Any]:
+    """What ran, as `--json` writes it."""
+    calls = [
+        {"op": each.op, "phase": each.phase, "backend": each.backend, "calls": each.calls, "processes": each.processes}
+        for each in totals
+    ]
+    return {"schema": 1, "exit": {"code": end.code, "signal": end.signal}, "calls": calls}

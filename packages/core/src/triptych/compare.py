@@ -1,0 +1,142 @@
+"""Whether two results agree, element by element, and what to say when they do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from triptych.opspec import Phase
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where one output disagrees with what it was compared with.
+
+    Attributes:
+        output: the name of the output.
+        text: what differs, as a sentence without a subject.
+        count, total: how many of its elements disagree, of how many.
+        index: the first one that does.
+        got, wanted, tolerance: its values there.
+    """
+
+    output: str
+    text: str
+    count: int
+    total: int
+    index: tuple[int, ...] = ()
+    got: float | None = None
+    wanted: float | None = None
+    tolerance: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.output} {self.text}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "output": self.output,
+            "text": self.text,
+            "count": self.count,
+            "total": self.total,
+            "index": list(self.index),
+            "got": plain(self.got),
+            "wanted": plain(self.wanted),
+            "tolerance": plain(self.tolerance),
+        }
+
+
+def plain(value: float | None) -> float | str | None:
+    """A number as JSON knows it: what is not finite becomes text."""
+    return value if value is None or value - value == 0 else str(value)
+
+
+def all_finite(tensors: tuple[Any, ...]) -> torch.Tensor | bool:
+    """Whether every floating tensor among `tensors` holds finite values only; stays on the device, without waiting."""
+    flags = [
+        torch.isfinite(each).all() for each in tensors if isinstance(each, torch.Tensor) and each.is_floating_point()
+    ]
+    return torch.stack([flag.reshape(()) for flag in flags]).all() if flags else True
+
+
+def nonfinite(name: str, tensor: torch.Tensor) -> Difference | None:
+    """What is not finite in `tensor`; None when all of it is."""
+    if not tensor.is_floating_point():
+        return None
+    return _describe(name, torch.isfinite(tensor), tensor, None, None, "is not finite")
+
+
+def differences(
+    phase: Phase, got: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...], tolerances: tuple[torch.Tensor, ...]
+) -> tuple[Difference, ...]:
+    """Every output that does not lie within its tolerance of what was wanted, all of it. NaN lies within nothing.
+
+    Args:
+        phase: names the outputs.
+        got, wanted: the two results; they must agree in shape, and are compared in float64.
+        tolerances: elementwise, absolute.
+    """
+    found = []
+    for name, mine, other, tolerance in zip(phase.outputs, got, wanted, tolerances, strict=True):
+        if mine.shape != other.shape:
+            text = f"has shape {list(mine.shape)} instead of {list(other.shape)}"
+            found.append(Difference(name, text, mine.numel(), mine.numel()))
+            continue
+        right, allowed = other.double(), tolerance.double().expand(other.shape)
+        agrees = (mine.double() - right).abs() <= allowed
+        difference = _describe(name, agrees, mine, right, allowed, "is off")
+        if difference is not None:
+            found.append(difference)
+    return tuple(found)
+
+
+def differences_of_nonfinite(
+    phase: Phase, got: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...], tolerances: tuple[torch.Tensor, ...]
+) -> tuple[Difference, ...]:
+    """`differences` for a call whose inputs hold NaN or infinities: the same of these in the same place agrees."""
+    mended = []
+    for mine, other in zip(got, wanted, strict=True):
+        if mine.shape == other.shape:
+            same = (mine.isnan() & other.isnan()) | (mine.isinf() & (mine.double() == other.double()))
+            mine = torch.where(same, torch.zeros_like(mine), mine)
+            mended.append((mine, torch.where(same, torch.zeros_like(other), other), same))
+        else:
+            mended.append((mine, other, torch.zeros_like(other, dtype=torch.bool)))
+    allowed = tuple(
+        torch.where(same, torch.zeros_like(tolerance.expand(same.shape)), tolerance.expand(same.shape))
+        for (_, _, same), tolerance in zip(mended, tolerances, strict=True)
+    )
+    return differences(phase, tuple(each[0] for each in mended), tuple(each[1] for each in mended), allowed)
+
+
+def relative(wanted: tuple[torch.Tensor, ...], rtol: float) -> tuple[torch.Tensor, ...]:
+    """For each output, `rtol` times its largest magnitude."""
+    return tuple(
+        rtol
+        * (each.double().abs().amax() if each.numel() else torch.zeros((), dtype=torch.float64, device=each.device))
+        for each in wanted
+    )
+
+
+def _describe(
+    name: str,
+    agrees: torch.Tensor,
+    got: torch.Tensor,
+    wanted: torch.Tensor | None,
+    tolerance: torch.Tensor | None,
+    verb: str,
+) -> Difference | None:
+    total = agrees.numel()
+    count = total - int(agrees.sum())
+    if count == 0:
+        return None
+    first = int((~agrees).reshape(-1).to(torch.uint8).argmax())
+    index = tuple(int(each) for each in torch.unravel_index(torch.tensor(first), agrees.shape)) if agrees.dim() else ()
+    mine = float(got[index])
+    right = None if wanted is None else float(wanted[index])
+    allowed = None if tolerance is None else float(tolerance[index])
+    text = f"{verb} in {count} of {total} elements, first at {list(index)}: {mine!r}"
+    if right is not None and allowed is not None:
+        text += f" instead of {right!r}, tolerance {allowed:.3g}"
+    return Difference(name, text, count, total, index, mine, right, allowed)

@@ -1,0 +1,81 @@
+"""One op over several backends and two paths: they mean the same."""
+
+from __future__ import annotations
+
+import torch
+
+from triptych import registry
+from triptych.call import BACKWARD, FORWARD
+from triptych.select import auto_order
+from triptych.testing import grid
+from triptych.testing.assertions import assert_same_bits, assert_within
+from triptych.testing.checks.asking import refused_for
+from triptych.testing.checks.catalogue import check
+from triptych.testing.checks.gradients import as_tuple, differentiable_inputs, expected_gradients, leaves_of
+from triptych.testing.grid import Case
+from triptych.testing.running import (
+    Skip,
+    forward,
+    gradients_of_outputs,
+    needs_both,
+    needs_phases,
+    ran,
+    run_phase,
+    under,
+)
+from triptych.testing.subject import Subject
+
+
+def others(subject: Subject, case: Case) -> tuple[str, ...]:
+    """The other backends that have a place in `auto` on this device and run both phases of this case.
+
+    One that keeps out of `auto` is an experiment: its faults must not be blamed on the subject.
+    """
+    names = auto_order(case.device_type, registry.backends.names(), registry.backends.get)
+    return tuple(name for name in names if name != subject.backend and _runs_both(Subject(name), case))
+
+
+def _runs_both(other: Subject, case: Case) -> bool:
+    return case.op in other.plugin.ops() and not any(refused_for(other, case, each) for each in (FORWARD, BACKWARD))
+
+
+@check(grid.layouts)
+def mixed_backends(subject: Subject, case: Case) -> None:
+    """Forward here and backward elsewhere, and the other way round, with every other backend there is (W5)."""
+    needs_both(subject, case)
+    found_others = others(subject, case)
+    if not found_others:
+        raise Skip(f"no other backend here runs {case.op} on {case.device_type}")
+    names = differentiable_inputs(case)
+    for other in found_others:
+        for ahead, back in ((subject.backend, other), (other, subject.backend)):
+            outputs = run_phase(ahead, case, FORWARD, case.arguments())
+            grads = gradients_of_outputs(case, outputs)
+            leaves = leaves_of(case, names)
+            inputs = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+            with (
+                under(f"{ahead};{case.op}.backward={back}"),
+                ran({(case.op, FORWARD, ahead): 1, (case.op, BACKWARD, back): 1}),
+            ):
+                results = as_tuple(case.live.call("", *leaves, *case.scalars))
+                found = torch.autograd.grad(results, inputs, grads)
+            # The oracle starts from inputs alone: what passes from forward to backward is under test.
+            oracle = case.spec.forward.reference(*case.arguments())
+            fakes = case.spec.forward.fake(*case.arguments())
+            saved = tuple(exact.to(fake.dtype) for exact, fake in zip(oracle, fakes, strict=True))
+            reference, bound = expected_gradients(case, grads, saved, names)
+            bound = tuple(2 * each for each in bound)  # of which one is the error of what forward saved
+            what = f"forward on {ahead}, backward on {back}: "
+            assert_within([f"gradient of {name}" for name in names], found, reference, bound, what)
+
+
+@check(grid.full)
+def short_path(subject: Subject, case: Case) -> None:
+    """The short path of eager tensors gives, bit for bit, what the operator gives."""
+    needs_phases(subject, case, FORWARD)
+    args = case.arguments()
+    through_operator = forward(subject, case, args)
+    with torch.no_grad(), under(subject.backend), ran({(case.op, FORWARD, subject.backend): 1}):
+        direct = as_tuple(case.live.call("", *args))
+    names = case.spec.forward.outputs[: len(direct)]
+    assert_same_bits(names, direct, through_operator[: len(direct)], "on the short path and through the operator")

@@ -1,0 +1,283 @@
+"""The conformance suite's own machinery: exclusions, what ran, fresh memory, guard zones, the pytest plug-in."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import triptych
+from triptych import dispatch, registry
+from triptych.testing import CHECKS, Case, Subject, execute, first_failure, outcomes, ran, under
+from triptych.testing.assertions import assert_no_alias, assert_same_bits, assert_within
+from triptych.testing.execution import EXCLUDED, FAILED, PASSED, SKIPPED, unmatched_exclusions
+from triptych.testing.faulty import FAULTS, planted
+from triptych.testing.memory import filled, guarded
+
+CASE = Case("rms_norm", "columns_33", torch.float32, "cpu")
+CPU = torch.device("cpu")
+
+
+# --- exclusions -------------------------------------------------------------------------------------------------------
+
+
+def test_an_excluded_failure_is_no_failure() -> None:
+    with planted(FAULTS["tail_columns_ignored"]) as subject:
+        for pattern in ("forward_values", "forward_*", "forward_values[rms_norm-*]", f"forward_values[{CASE.id}]"):
+            excused = dataclasses.replace(subject, exclusions={pattern: "tails come next week"})
+            outcome = execute(excused, CHECKS["forward_values"], CASE)
+            assert (outcome.verdict, outcome.text) == (EXCLUDED, "tails come next week")
+
+
+def test_an_exclusion_that_has_expired_is_a_failure() -> None:
+    subject = Subject("composite", exclusions={"forward_values": "tails come next week"})
+    outcome = execute(subject, CHECKS["forward_values"], CASE)
+    assert outcome.verdict == FAILED
+    assert "Remove the exclusion" in outcome.text
+
+
+def test_exclusions_that_match_nothing_or_say_nothing_are_named() -> None:
+    subject = Subject("composite", exclusions={"forward_valeus": "typing error", "forward_values[rms_norm-*]": " "})
+    first, second = unmatched_exclusions(subject)
+    assert "'forward_valeus' matches no test" in first
+    assert "gives no reason" in second
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_refused_case_outside_the_floor_is_skipped() -> None:
+    fault = dataclasses.replace(
+        FAULTS["refused_without_reason"],
+        reasons=lambda call: (
+            ["No float64 here; convert the tensors to float32."]
+            if call.tensors[0][1] is not None and call.tensors[0][1].dtype is torch.float64
+            else []
+        ),
+    )
+    with planted(fault) as subject:
+        wide = execute(subject, CHECKS["forward_values"], dataclasses.replace(CASE, dtype=torch.float64))
+        narrow = execute(subject, CHECKS["forward_values"], CASE)
+        refusals = {outcome.verdict for outcome in outcomes(subject, "refusals")}
+    assert (wide.verdict, narrow.verdict, refusals) == (SKIPPED, PASSED, {PASSED})
+    assert "float64" in wide.text
+
+
+def test_an_unavailable_backend_fails() -> None:
+    with planted(FAULTS["floor_refused"]) as subject:
+        subject.plugin.reasons_unavailable = lambda: ["No driver was found; install one."]  # type: ignore[method-assign]
+        failure = first_failure(subject, "refusals")
+    assert failure is not None
+    assert "No driver was found" in failure.text
+
+
+# --- what ran ---------------------------------------------------------------------------------------------------------
+
+
+def test_ran_sees_too_few_too_many_and_elsewhere() -> None:
+    x = torch.randn(2, 8)
+    expected = {("rms_norm", "forward", "composite"): 1}
+    with under("composite"), ran(expected):
+        triptych.rms_norm(x)
+    with pytest.raises(AssertionError, match="ran nothing"), under("composite"), ran(expected):
+        pass
+    with pytest.raises(AssertionError, match="x2"), under("composite"), ran(expected):
+        triptych.rms_norm(triptych.rms_norm(x))
+    with planted(FAULTS["one_percent_off"]) as subject:
+        with pytest.raises(AssertionError, match="faulty_one_percent_off"), under(subject.backend), ran(expected):
+            triptych.rms_norm(x)
+
+
+def test_under_restores_what_was_in_force() -> None:
+    before = triptych.report().policy
+    with under("composite"):
+        assert triptych.report().policy.endswith("composite")
+    assert triptych.report().policy == before
+
+
+def test_under_refuses_to_be_hidden_by_a_use_block() -> None:
+    with triptych.use("composite"), pytest.raises(AssertionError, match=r"triptych\.use"), under("composite"):
+        pass
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def _within(output: float, reference: float, bound: float, dtype: torch.dtype = torch.float32) -> None:
+    wide = torch.tensor([reference], dtype=torch.float64)
+    assert_within(["y"], (torch.tensor([output], dtype=dtype),), (wide,), (torch.full_like(wide, bound),))
+
+
+def test_within_accepts_the_bound_itself_and_the_infinity_that_rounding_gives() -> None:
+    _within(1.5, 1.0, 0.5)
+    _within(float("inf"), 70000.0, 1.0, torch.float16)
+    _within(float("-inf"), float("-inf"), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("output", "reference", "bound"),
+    [
+        (1.5, 1.0, 0.25),
+        (float("nan"), 1.0, float("inf")),
+        (float("nan"), float("nan"), 1.0),
+        (float("inf"), 1.0, 1.0),
+        (float("inf"), float("-inf"), 1.0),
+    ],
+)
+def test_within_rejects(output: float, reference: float, bound: float) -> None:
+    with pytest.raises(AssertionError, match="1 of 1 elements lie outside the bound"):
+        _within(output, reference, bound)
+
+
+def test_same_bits_tells_zeros_and_nans_apart() -> None:
+    assert_same_bits(["y"], [torch.tensor([float("nan")])], [torch.tensor([float("nan")])], "two NaNs of the same bits")
+    with pytest.raises(AssertionError, match="two zeros"):
+        assert_same_bits(["y"], [torch.tensor([0.0])], [torch.tensor([-0.0])], "two zeros")
+
+
+def test_no_alias_sees_views_and_empty_slices() -> None:
+    x = torch.randn(4)
+    for output in (x, x.view(2, 2), x[:0]):
+        with pytest.raises(AssertionError, match="y shares its memory with x"):
+            assert_no_alias(["y"], (output,), {"x": x})
+    assert_no_alias(["y"], (x.clone(),), {"x": x})
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 3, 16, 1000, 100_000])
+def test_fresh_memory_holds_the_pattern(count: int) -> None:
+    with filled(0x7F, CPU):
+        seen = [
+            torch.empty(count, dtype=torch.uint8),
+            torch.empty_strided((count,), (1,), dtype=torch.uint8),
+            torch.empty_like(torch.zeros(count, dtype=torch.uint8)),
+            torch.zeros(1, dtype=torch.uint8).new_empty(count),
+        ]
+        with torch._C._DisableTorchDispatch():  # as a C++ extension that allocates for itself
+            seen.append(torch.empty(count, dtype=torch.uint8))
+    for tensor in seen:
+        assert tensor.unique().tolist() == [0x7F]
+
+
+def test_fresh_memory_keeps_the_layout_of_what_it_replaces() -> None:
+    with filled(0x7F, CPU):
+        made = torch.empty(2, 3, 4, dtype=torch.bfloat16)
+    assert (made.shape, made.stride(), made.dtype, made.is_contiguous()) == (
+        (2, 3, 4),
+        (12, 4, 1),
+        torch.bfloat16,
+        True,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8])
+def test_guarded_copies_keep_values_strides_and_alignment(dtype: torch.dtype) -> None:
+    base = torch.arange(120).to(dtype)
+    for tensor in (
+        base.view(2, 60),
+        base[1:].view(7, 17)[:, 3:9],
+        base.view(4, 30).t(),
+        base[:5].expand(3, 5),
+        base[5].expand(2, 3),
+        base[:0].view(0, 4),
+    ):
+        copy = guarded(tensor, 0xC1)
+        assert torch.equal(copy.tensor, tensor)
+        assert copy.tensor.stride() == tensor.stride()
+        if tensor.numel():
+            assert copy.tensor.data_ptr() % 64 == tensor.data_ptr() % 64
+        assert copy.memory[:4096].unique().tolist() == [0xC1]
+        assert copy.memory[-4096:].unique().tolist() == [0xC1]
+
+
+# --- the grid ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_case_has_the_same_values_whenever_it_is_made() -> None:
+    for op in registry.ops.names():
+        for case in CHECKS["forward_values"].cases(Subject("composite"), op, "cpu"):
+            again = dataclasses.replace(case)
+            for one, other in zip(case.tensors(), again.tensors(), strict=True):
+                assert (one is None) == (other is None)
+                if one is not None and other is not None:
+                    assert torch.equal(one, other)
+                    assert one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr() or not one.numel()
+
+
+def test_case_ids_are_unique_and_a_thin_grid_is_part_of_the_full_one() -> None:
+    for op in registry.ops.names():
+        full = [case.id for case in CHECKS["forward_values"].cases(Subject("composite"), op, "cpu")]
+        thin = [case.id for case in CHECKS["forward_values"].cases(Subject("composite", thin="slow"), op, "cpu")]
+        assert len(set(full)) == len(full)
+        assert len(set(thin)) == len(thin)
+        assert set(thin) < set(full)
+
+
+def test_every_check_says_what_it_asserts() -> None:
+    for check in CHECKS.values():
+        assert check.summary.endswith("."), check.name
+
+
+# --- the plug-in ------------------------------------------------------------------------------------------------------
+
+STUB = """
+    from triptych.testing import BackendSuite, Subject
+
+    class TestMine(BackendSuite):
+        subject = Subject("composite", ops=("rms_norm",), exclusions={exclusions})
+
+        def test_of_its_own(self):
+            assert self.subject.backend == "composite"
+"""
+
+
+class Outcomes:
+    """A pytest plug-in that keeps how the tests of a run ended, and what was said of it."""
+
+    def __init__(self) -> None:
+        self.ended: Counter[str] = Counter()
+        self.texts: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.ended[report.outcome] += 1
+            self.texts.append(report.longreprtext)
+
+
+def run_stub(folder: Path, exclusions: dict[str, str], *options: str) -> tuple[int, Outcomes]:
+    """Run pytest in this process over a stub with these exclusions."""
+    file = folder / "test_stub.py"
+    file.write_text(textwrap.dedent(STUB).replace("{exclusions}", repr(exclusions)))
+    seen = Outcomes()
+    arguments = ["-q", "--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", os.devnull]
+    code = pytest.main([*arguments, "--rootdir", str(folder), *options, str(file)], plugins=[seen])
+    return int(code), seen
+
+
+def test_a_stub_runs_the_suite(tmp_path: Path) -> None:
+    code, seen = run_stub(tmp_path, {}, "-k", "wanted_gradients or of_its_own")
+    assert (code, dict(seen.ended)) == (0, {"passed": 5})
+
+
+def test_an_expired_exclusion_fails_the_stub(tmp_path: Path) -> None:
+    code, seen = run_stub(tmp_path, {"wanted_gradients[*float64*]": "not yet"}, "-k", "wanted_gradients")
+    assert (code, dict(seen.ended)) == (1, {"passed": 3, "failed": 1})
+    assert any("Remove the exclusion" in text for text in seen.texts)
+
+
+def test_an_exclusion_that_matches_nothing_stops_the_stub(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, seen = run_stub(tmp_path, {"no_such_check": "not yet"})
+    assert code not in (0, 1)
+    assert not seen.ended
+    assert "'no_such_check' matches no test" in "".join(capsys.readouterr())
+
+
+def test_the_live_op_is_the_one_programs_call() -> None:
+    assert CASE.live is dispatch.live()["rms_norm"]

@@ -1,0 +1,186 @@
+"""The parts at run time: ahead-of-time binaries, refusals, remembered failures, `auto`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from triptych.call import Call, TensorMeta
+from triptych.errors import BuildError
+from triptych_cuda import parts
+from triptych_cuda.backend import backend
+from triptych_cuda.native import binaries, toolchain
+from triptych_cuda.native.binaries import Place
+from triptych_cuda.native.builder import CompileError
+from triptych_cuda.native.recipe import file_name, fingerprint
+from triptych_cuda.native.toolchain import Missing, Torch
+
+
+def call(device: str, dtype: torch.dtype = torch.float32) -> Call:
+    meta = TensorMeta((4, 8), (8, 1), dtype, torch.device(device))
+    return Call("rms_norm", "forward", (("x", meta), ("weight", None)), (("eps", 1e-6),))
+
+
+def torch_here() -> Torch:
+    found = toolchain.torch_build()
+    assert not isinstance(found, Missing)
+    return found
+
+
+def packed(folder: Path, expected: str) -> Path:
+    """A folder as setup.py leaves it, with an empty file for the binary."""
+    binary = folder / "_cpu.so"
+    binary.write_bytes(b"")
+    entry = {"file": binary.name, "fingerprint": expected, "torch": "2.11.0", "cuda": None, "python": "cpython-312"}
+    (folder / "manifest.json").write_text(json.dumps({"schema": 1, "parts": {"cpu": entry}}), encoding="utf-8")
+    return binary
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+
+
+# --- ahead of time ---------------------------------------------------------------------------------------------------
+
+
+def test_a_fitting_binary_in_the_package_is_taken_without_a_compiler(tmp_path: Path, no_compiler: None) -> None:
+    binary = packed(tmp_path, fingerprint("cpu", torch_here()))
+    place = binaries.find("cpu", ahead=tmp_path, root=tmp_path / "cache")
+    assert (place.binary, place.origin, place.reasons) == (binary, "ahead of time", ())
+
+
+def test_a_binary_for_another_torch_is_passed_over_and_said_so(tmp_path: Path) -> None:
+    packed(tmp_path, "0" * 16)
+    place = binaries.find("cpu", ahead=tmp_path, root=tmp_path / "cache")
+    assert place.binary is None
+    assert "was built for torch 2.11.0" in place.notes[0]
+    assert place.reasons or place.recipe is not None
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"schema": 2}', '{"schema": 1, "parts": {}}'])
+def test_a_manifest_that_means_nothing_counts_as_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(text, encoding="utf-8")
+    assert binaries.find("cpu", ahead=tmp_path, root=tmp_path / "cache").binary is None
+
+
+def test_without_a_compiler_a_cached_build_by_another_one_serves(tmp_path: Path, no_compiler: None) -> None:
+    folder = tmp_path / f"cpu-{fingerprint('cpu', torch_here())}-12345678"
+    folder.mkdir()
+    binary = folder / file_name("cpu")
+    binary.write_bytes(b"")
+    assert binaries.find("cpu", ahead=tmp_path / "none", root=tmp_path).binary == binary
+
+
+# --- what a part says ------------------------------------------------------------------------------------------------
+
+
+def part_at(place: Place) -> parts.Part:
+    part = parts.Part(place.part)
+    part._place = place
+    return part
+
+
+def test_a_part_that_cannot_be_built_refuses_with_the_reasons(no_compiler: None, tmp_path: Path) -> None:
+    part = part_at(binaries.find("cpu", ahead=tmp_path, root=tmp_path))
+    (reason,) = part.reasons_unavailable()
+    assert "There is no C++ compiler" in reason
+    assert not part.is_built()
+    with pytest.raises(BuildError, match=r"cpu part of triptych-cuda is not available. There is no C\+\+ compiler"):
+        part.module()
+
+
+def test_a_failed_build_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = []
+
+    def fail(place: Place) -> Path:
+        tries.append(place)
+        raise CompileError("it does not compile")
+
+    monkeypatch.setattr(parts, "make", fail)
+    part = part_at(Place("cpu", None, "", None, None, ()))
+    for _ in range(2):
+        with pytest.raises(BuildError, match="it does not compile"):
+            part.module()
+    assert part.reasons_unavailable() == ["it does not compile"]
+    assert len(tries) == 1
+
+
+def test_a_binary_that_does_not_load_is_an_error_that_names_it(tmp_path: Path) -> None:
+    binary = tmp_path / file_name("cpu")
+    binary.write_bytes(b"not a shared object")
+    part = part_at(Place("cpu", binary, "cache", None, None, ()))
+    with pytest.raises(BuildError, match=r"cannot be loaded: .*Delete"):
+        part.module()
+
+
+def test_the_two_parts_do_not_depend_on_each_other() -> None:
+    """A broken CUDA part must leave the CPU part working, in a process that has loaded neither."""
+    if parts.CPU.reasons_unavailable():
+        pytest.skip(" ".join(parts.CPU.reasons_unavailable()))
+    code = (
+        "import torch; from triptych_cuda import parts; parts.CUDA._failure = 'broken'; "
+        "from triptych_cuda.ops import rms_norm; "
+        "print(rms_norm.forward(torch.ones(2, 4), None, 0.0, 0.0, 'after_weight')[0].sum().item())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.strip() == "8.0", done.stderr
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_a_device_without_kernels_is_refused() -> None:
+    (reason,) = backend.reasons_against(call("xpu"))
+    assert reason == (
+        "the tensors are on xpu; triptych-cuda has kernels for cpu and cuda devices. Use 'torch' for this device."
+    )
+
+
+def test_an_unsupported_dtype_is_refused() -> None:
+    assert "a tensor has dtype torch.int32" in backend.reasons_against(call("cpu", torch.int32))[0]
+
+
+def test_a_cuda_call_is_refused_where_there_is_no_cuda() -> None:
+    if torch.version.cuda is not None:
+        pytest.skip("torch is built with CUDA here")
+    (reason,) = backend.reasons_against(call("cuda"))
+    assert "is built without CUDA" in reason
+    assert "Install a CUDA build of torch" in reason
+
+
+def test_auto_does_not_start_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(parts.BY_DEVICE, "cpu", part_at(Place("cpu", None, "", None, None, ())))
+    (reason,) = backend.reasons_against_auto(call("cpu"))
+    assert reason.startswith("the cpu part is not built yet")
+    assert "python -m triptych_cuda build cpu" in reason
+    monkeypatch.setitem(parts.BY_DEVICE, "cpu", part_at(Place("cpu", Path("/built.so"), "cache", None, None, ())))
+    assert backend.reasons_against_auto(call("cpu")) == []
+
+
+def test_the_backend_lists_its_ops_without_loading_torch() -> None:
+    code = (
+        "import sys, importlib.util, pkgutil; import triptych_cuda; import triptych_cuda.native.recipe; "
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "False", done.stderr
+    assert backend.ops() == ("add_rms_norm", "rms_norm")
+    assert backend.priority("cuda") == 30
+    assert backend.priority("cpu") == 20
+    assert backend.priority("xpu") is None
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["status"], {0, 1}), (["build", "gpu"], {2}), ([], {2})])
+def test_the_command_line(arguments: list[str], code: set[int]) -> None:
+    command = [sys.executable, "-m", "triptych_cuda", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode in code, done.stderr
+    if arguments == ["status"]:
+        assert "cpu: " in done.stdout
+        assert "cuda: " in done.stdout

@@ -1,0 +1,1 @@
+"""One module an op, named as the op."""

@@ -1,0 +1,335 @@
+"""The examples do what they say: the training script trains and reports, the shaky backend fails as documented."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import triptych
+from triptych import registry
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SMALL = ("--steps", "4", "--batch", "2", "--length", "16", "--dim", "16", "--heads", "2", "--device", "cpu")
+TEXT = b"the quick brown fox jumps over the lazy dog. " * 200
+
+Counts = dict[tuple[str, str, str], int]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        yield importlib.import_module("train_text")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_bytes(TEXT)
+    return file
+
+
+def counts() -> Counts:
+    return {(row.op, row.phase, row.backend): row.calls for row in triptych.report().rows}
+
+
+def ran_during(work: Callable[[], object]) -> Counts:
+    before = counts()
+    work()
+    return {key: n - before.get(key, 0) for key, n in counts().items() if n > before.get(key, 0)}
+
+
+# --- train_text ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["composite", "torch"])
+def test_training_lowers_the_loss_on_the_backend_asked_for(
+    script: Any, tmp_path: Path, backend: str, capsys: Any
+) -> None:
+    out = tmp_path / "history.json"
+    arguments = ["--steps", "30", "--batch", "4", "--length", "64", "--dim", "64", "--device", "cpu", "--out", str(out)]
+    with triptych.use(backend):
+        ran = ran_during(lambda: script.main(arguments))
+    forwards = 30 + script.HELD_OUT_BATCHES
+    assert ran == {
+        ("rms_norm", "forward", backend): 3 * forwards,
+        ("rms_norm", "backward", backend): 3 * 30,
+        ("add_rms_norm", "forward", backend): 2 * forwards,
+        ("add_rms_norm", "backward", backend): 2 * 30,
+    }
+    history = json.loads(out.read_text())["history"]
+    assert len(history["train"]) == 30
+    assert history["train"][0] > 7
+    assert max(history["train"][-3:]) < 6
+    assert [step for step, _ in history["held_out"]] == [30]
+    assert history["held_out"][0][1] < 6
+    shown = capsys.readouterr().out
+    assert "step 30/30" in shown
+    assert "held-out loss" in shown
+    assert "tokens/s" in shown
+    assert backend in shown
+
+
+def test_a_seed_repeats_the_run_and_another_does_not(script: Any, text: Path, tmp_path: Path) -> None:
+    losses = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        script.main([*SMALL, "--data", str(text), "--seed", str(seed), "--out", str(tmp_path / name)])
+        losses.append(json.loads((tmp_path / name).read_text())["history"]["train"])
+    assert losses[0] == losses[1]
+    assert losses[0] != losses[2]
+
+
+@pytest.mark.parametrize("options", [("--dtype", "bfloat16"), ("--head", "untied"), ("--eval-every", "2")])
+def test_options_run(script: Any, text: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    out = tmp_path / "history.json"
+    script.main([*SMALL, "--data", str(text), "--steps", "20", "--lr", "0.02", *options, "--out", str(out)])
+    history = json.loads(out.read_text())["history"]
+    assert history["train"][-1] < history["train"][0] - 1
+    assert len(history["held_out"]) == (10 if "--eval-every" in options else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_compiled_model_trains_like_an_eager_one(script: Any, text: Path, tmp_path: Path) -> None:
+    losses = []
+    for name, options in (("eager", ()), ("compiled", ("--compile",))):
+        out = tmp_path / name
+        with triptych.use("torch"):
+            ran = ran_during(lambda: script.main([*SMALL, "--data", str(text), *options, "--out", str(out)]))  # noqa: B023
+        assert ran["rms_norm", "backward", "torch"] == 12
+        losses.append(json.loads(out.read_text())["history"]["train"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_layers_are_named_by_their_place(script: Any) -> None:
+    model = script.build_model(script.parse(list(SMALL)), torch.device("cpu"))
+    names = [module.layer_name for module in model.modules() if hasattr(module, "layer_name")]
+    norms = [f"blocks.{block}.{norm}" for block in (0, 1) for norm in ("attention_norm", "ffn_norm")]
+    assert names == [*norms, "final_norm"]
+
+
+def test_a_loss_that_is_not_finite_names_the_step_and_keeps_the_history(
+    script: Any, text: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "history.json"
+    with pytest.raises(FloatingPointError, match=r"the loss is (nan|inf) at step \d\.") as caught:
+        script.main([*SMALL, "--data", str(text), "--lr", "1e30", "--out", str(out)])
+    steps = len(json.loads(out.read_text())["history"]["train"])
+    assert steps >= 1
+    assert f"at step {steps + 1}." in str(caught.value)
+
+
+def test_a_folder_is_read_in_the_order_of_its_names(script: Any, tmp_path: Path) -> None:
+    for name, content in (("b", b"2"), ("a", b"1"), ("c/d", b"3"), (".hidden", b"x"), ("binary", b"x\0"), ("z", b"")):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(content)
+    assert script.read_text(tmp_path) == b"123"
+
+
+def test_the_standard_library_is_long_enough_and_capped(script: Any) -> None:
+    text = script.read_text(None)
+    assert 1 << 20 < len(text) <= script.MAX_DATA
+    assert text == script.read_text(None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--steps", "0"), "--steps is 0. It must be at least 1."),
+        (("--dim", "30", "--heads", "4"), "dim must be an even multiple of heads, such as 24."),
+        (("--dim", "12", "--heads", "4"), "dim must be an even multiple of heads, such as 8."),
+        (("--lr", "nan"), "--lr is nan. It must be a finite number above 0."),
+        (("--eval-every", "-1"), "--eval-every is -1. It must be a number of steps, or 0."),
+        (("--out", "/no/such/folder/out.json"), "--out /no/such/folder/out.json: it cannot be written"),
+        (("--data", "/no/such/text"), "--data /no/such/text: there is no such file or folder."),
+        (("--data", "{empty}"), "holds no text. Name a text file"),
+        (("--data", "{short}"), "the text has 100 bytes; --length 16 needs at least 180."),
+        (("--dtype", "float8"), "invalid choice"),
+    ],
+)
+def test_wrong_use_is_told_before_anything_runs(
+    script: Any, tmp_path: Path, capsys: Any, options: tuple[str, ...], message: str
+) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "short").write_bytes(b"x" * 100)
+    options = tuple(part.format(empty=tmp_path / "empty", short=tmp_path / "short") for part in options)
+
+    def work() -> None:
+        with pytest.raises(SystemExit, match=r"^2$"):
+            sys.exit(script.main([*SMALL, *options]))
+
+    assert ran_during(work) == {}
+    assert message in capsys.readouterr().err
+
+
+def test_cuda_without_a_device_is_told(script: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        script.main([*SMALL, "--device", "cuda"])
+    assert "finds no CUDA device. Use --device cpu or auto." in capsys.readouterr().err
+
+
+# --- the shaky backend ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fault(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    return lambda name: monkeypatch.setenv("SHAKY_FAULT", name)
+
+
+def gradients(policy: str, *shape: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    """y, h, y's norm, and every gradient of one pass through both ops under `policy`."""
+    generator = torch.Generator().manual_seed(0)
+    x, residual, dy = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
+    weight = torch.randn(shape[-1], generator=generator).to(dtype)
+    leaves = [leaf.requires_grad_() for leaf in (x, residual, weight)]
+    with triptych.use(policy):
+        y, h = triptych.add_rms_norm(x, residual, weight, eps=1e-6)
+        z = triptych.rms_norm(y, weight, eps=1e-6)
+        torch.autograd.backward(((z + h) * dy).sum())
+    return (y.detach(), h.detach(), z.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None))
+
+
+def same(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
+    return len(found) == len(expected) and all(map(torch.allclose, found, expected))
+
+
+@pytest.mark.parametrize("shape", [(32,), (5, 32), (2, 3, 32), (2, 1, 32), (2, 3, 2, 32), (0, 32)])
+def test_healthy_shaky_equals_torch(fault: Callable[[str], None], shape: tuple[int, ...]) -> None:
+    fault("none")
+    found: list[tuple[torch.Tensor, ...]] = []
+    ran = ran_during(lambda: found.append(gradients("shaky", *shape)))
+    assert {backend for _, _, backend in ran} == {"shaky"}
+    assert len(ran) == 4
+    assert same(found[0], gradients("torch", *shape))
+
+
+def test_shaky_is_never_in_auto() -> None:
+    decision = triptych.explain("rms_norm", torch.ones(2, 4), None, 1e-6, 0.0, "after_weight")
+    assert decision.chosen != "shaky"
+    assert registry.backends.get("shaky").priority("cpu") is None
+    assert registry.backends.get("shaky").priority("cuda") is None
+
+
+def test_s2_is_the_default_and_breaks_three_dimensions_in_backward_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHAKY_FAULT", raising=False)
+    for shape in ((5, 32), (4, 1, 32), (32,)):
+        assert same(gradients("shaky", *shape), gradients("torch", *shape))
+    assert same(gradients("shaky;rms_norm.backward=torch", 2, 3, 32), gradients("torch", 2, 3, 32))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of bounds for storage"):
+            gradients("torch;rms_norm.backward=shaky", 2, 3, 32)
+
+
+def test_nan_strikes_at_the_seventh_call_of_the_process_whoever_ran_the_others() -> None:
+    program = (
+        "import torch, triptych\n"
+        "for call in range(9):\n"
+        "    with triptych.use('shaky' if call > 5 else 'composite'):\n"
+        "        print(triptych.rms_norm(torch.ones(3, 4)).isnan().sum().item())\n"
+        "print(sorted((row.backend, row.calls) for row in triptych.report().rows))"
+    )
+    environment = {**os.environ, "SHAKY_FAULT": "nan", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.stdout.split("\n")[:9] == ["0"] * 6 + ["1"] + ["0"] * 2, done.stderr
+    assert "[('composite', 6), ('shaky', 3)]" in done.stdout
+
+
+class Struck(Exception):
+    """Stands for a process that hangs or dies."""
+
+
+def strike(*_: object) -> None:
+    raise Struck
+
+
+def test_hang_sleeps_at_the_fifth_call(fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    fault("hang")
+    monkeypatch.setattr(time, "sleep", strike)
+    for number in (4, 5, 6):
+        monkeypatch.setattr(triptych, "calls", lambda op, phase, n=number: n if op == "add_rms_norm" else 0)
+        if number == 5:
+            with pytest.raises(Struck):
+                gradients("shaky", 2, 3, 32)
+        else:
+            assert same(gradients("shaky", 2, 3, 32), gradients("torch", 2, 3, 32))
+
+
+def test_abort_ends_the_process_in_add_rms_norm_backward(
+    fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault("abort")
+    monkeypatch.setattr(os, "abort", strike)
+    assert same(gradients("shaky;add_rms_norm.backward=torch", 2, 3, 32), gradients("torch", 2, 3, 32))
+    with pytest.raises(Struck):
+        gradients("torch;add_rms_norm.backward=shaky", 2, 3, 32)
+
+
+def test_pair_is_wrong_only_together(fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    fault("pair")
+    expected = gradients("torch", 2, 3, 32)
+    module = importlib.import_module("triptych_shaky.ops.rms_norm")
+    for policy in ("torch;rms_norm.forward=shaky", "torch;rms_norm.backward=shaky", "torch;add_rms_norm=shaky"):
+        monkeypatch.setattr(module, "_workspaces", {})
+        assert same(gradients(policy, 2, 3, 32), expected), policy
+    monkeypatch.setattr(module, "_workspaces", {})
+    *values, dx, dresidual, dw = gradients("torch;rms_norm=shaky", 2, 3, 32)
+    assert same(tuple(values), expected[:3])
+    assert all(math.isnan(grad.sum().item()) for grad in (dx, dresidual, dw))
+
+
+def test_flaky_is_decided_once_a_process_and_repeats_with_a_seed(
+    fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault("flaky")
+    faults = importlib.import_module("triptych_shaky.faults")
+    unlucky = []
+    for seed in range(100):
+        monkeypatch.setenv("SHAKY_SEED", str(seed))
+        faults.unlucky.cache_clear()
+        unlucky.append(faults.unlucky())
+    assert 30 < sum(unlucky) < 70
+    for seed in (unlucky.index(True), unlucky.index(False)):
+        monkeypatch.setenv("SHAKY_SEED", str(seed))
+        faults.unlucky.cache_clear()
+        for _ in range(2):
+            if unlucky[seed]:
+                with pytest.raises(RuntimeError, match="lost a race"):
+                    gradients("shaky", 2, 3, 32)
+            else:
+                assert same(gradients("shaky", 2, 3, 32), gradients("torch", 2, 3, 32))
+    faults.unlucky.cache_clear()
+
+
+def test_an_unknown_fault_is_a_reason_against_the_backend(fault: Callable[[str], None]) -> None:
+    fault("s3")
+    with pytest.raises(
+        triptych.Refused, match=r"SHAKY_FAULT is 's3'.* Set it to one of s2, nan, hang, abort, pair, flaky"
+    ):
+        gradients("shaky", 7, 41)
+
+
+def test_float64_is_refused_with_the_way_out(fault: Callable[[str], None]) -> None:
+    fault("none")
+    with pytest.raises(triptych.Refused, match="Convert the input, or use 'torch'"):
+        gradients("shaky", 2, 32, dtype=torch.float64)
