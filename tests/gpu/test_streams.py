@@ -31,7 +31,8 @@ def step(backend: str, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) 
     )
     with triptych.use(backend), ran({(op, phase, backend): 1 for op, phase in phases}):
         y, h = triptych.add_rms_norm(triptych.rms_norm(x, weight), x, weight)
-        return (y, h, *torch.autograd.grad((y, h), (x, weight), (dy, dy)))
+        # Detached, so that no graph outlives its step: the next may run on another stream.
+        return (y.detach(), h.detach(), *torch.autograd.grad((y, h), (x, weight), (dy, dy)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -253,7 +253,7 @@ class Outcomes:
 
 def run_stub(folder: Path, exclusions: dict[str, str], *options: str) -> tuple[int, Outcomes]:
     """Run pytest in this process over a stub with these exclusions."""
-    file = folder / "test_stub.py"
+    file = folder / f"test_{folder.name}.py"  # a name that no other run in this process has
     file.write_text(textwrap.dedent(STUB).replace("{exclusions}", repr(exclusions)))
     seen = Outcomes()
     arguments = ["-q", "--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", os.devnull]

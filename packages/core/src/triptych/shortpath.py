@@ -23,6 +23,7 @@ more than everything that is done to them (6.0 us a call against 3.2). For rms_n
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ def write(op: Op, backward: Callable[..., Any]) -> Callable[..., Any]:
     members: dict[str, Any] = {"intercept": intercept, "op": op}
     exec(compile(forward_source(op.spec), f"<forward of {name}>", "exec"), members)
     body = {"forward": staticmethod(members["forward"]), "backward": staticmethod(backward)}
-    function = type(torch.autograd.Function)(name, (torch.autograd.Function,), body)
+    function: Any = types.new_class(name, (torch.autograd.Function,), exec_body=lambda members: members.update(body))
     namespace: dict[str, Any] = {
         "Parameter": Parameter,
         "Tensor": torch.Tensor,

@@ -166,9 +166,9 @@ struct Report {
 
   void fail(const Case& one, const std::string& what) {
     ++failures;
+    const char* weight = one.has_weight ? name_of(one.weight_dtype) : "none";
     std::printf("FAIL [%lld, %lld] %s, weight %s, %s: %s\n", static_cast<long long>(one.rows),
-                static_cast<long long>(one.cols), name_of(one.x_dtype), one.has_weight ? name_of(one.weight_dtype) : "none",
-                one.name, what.c_str());
+                static_cast<long long>(one.cols), name_of(one.x_dtype), weight, one.name, what.c_str());
     std::fflush(stdout);
   }
   void took(const char* phase, Path path) {

@@ -56,7 +56,9 @@ inline char* allocate_random(int64_t bytes, const std::vector<uint16_t>& noise) 
 inline int run_timing() {
   std::vector<uint16_t> noise(1 << 22);
   Values values(5);
-  for (size_t i = 0; i < noise.size(); ++i) write_as(DType::bfloat16, noise.data(), static_cast<int64_t>(i), values.next());
+  for (int64_t i = 0; i < static_cast<int64_t>(noise.size()); ++i) {
+    write_as(DType::bfloat16, noise.data(), i, values.next());
+  }
 
   Stopwatch watch;
   // Six regions of 1 GiB and a little: x, dy (residual), dh, then what is written: y or dx, h, and the copy's target.
@@ -78,7 +80,8 @@ inline int run_timing() {
   std::printf("%-15s %21s %21s %8s %21s %21s\n", "bfloat16", "forward us / ratio", "backward us / ratio", "step",
               "add forward", "add backward (dh)");
 
-  const int64_t shapes[][2] = {{32768, 1024}, {32768, 4096}, {16384, 8192}, {8192, 16384}, {4096, 32768}, {4096, 65536}};
+  const int64_t shapes[][2] = {{32768, 1024},  {32768, 4096}, {16384, 8192},
+                               {8192, 16384}, {4096, 32768}, {4096, 65536}};
   for (const auto& shape : shapes) {
     const int64_t rows = shape[0], cols = shape[1], bytes = rows * cols * 2, sets = region / bytes;
     const auto part = [&](int which, int turn) { return regions[which] + turn % sets * bytes; };
@@ -119,7 +122,9 @@ inline int run_timing() {
       backward.workspace = workspace;
       CHECKED(rms_norm_backward(backward, nullptr));
     };
-    const auto ratio = [&](double tensors, double us) { return tensors * static_cast<double>(bytes) / us * 1e-3 / roof; };
+    const auto ratio = [&](double tensors, double us) {
+      return tensors * static_cast<double>(bytes) / us * 1e-3 / roof;
+    };
     const double f = watch.median([&](int turn) { run_forward(turn, false); });
     const double b = watch.median([&](int turn) { run_backward(turn, false); });
     const double add_f = watch.median([&](int turn) { run_forward(turn, true); });

@@ -217,9 +217,9 @@ def smallest(dtype: torch.dtype) -> float:
 
 
 def tie_error(x: Tensor, rstd: Tensor, relative: float, rounding: str) -> Tensor:
-    """How far the rounded x * rstd may lie from the reference's: 0, except within `relative` of a tie, where it is 1 step.
+    """How far the rounded x * rstd may lie from the reference's: one step within `relative` of a tie, 0 elsewhere.
 
-    Nothing without rounding "before_weight".
+    0 everywhere without rounding "before_weight".
     """
     xhat = x.double() * rstd.double().unsqueeze(-1)
     if rounding != "before_weight":

@@ -165,8 +165,8 @@ def _fill_cuda_cache(pattern: int, device: torch.device) -> None:
     """Fill free blocks of the caching allocator: of its small pool (up to 1 MiB) and of its large one."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    blocks = [torch.empty(1 << 20, dtype=torch.uint8, device=device) for _ in range(16)]
-    blocks += [torch.empty(n << 20, dtype=torch.uint8, device=device) for n in (4, 16, 64)]
+    blocks = [torch.empty(1 << 20, dtype=torch.uint8, device=device) for _ in range(4)]
+    blocks += [torch.empty(n << 20, dtype=torch.uint8, device=device) for n in (16, 64)]
     for block in blocks:
         block.fill_(pattern)
     torch.cuda.synchronize(device)

@@ -15,7 +15,7 @@ from triptych.testing import grid
 from triptych.testing.assertions import assert_same_bits, assert_within
 from triptych.testing.checks.catalogue import check
 from triptych.testing.grid import Case
-from triptych.testing.running import forward, gradients_of_outputs, needs_both, ran, run_phase, under
+from triptych.testing.running import forward, gradients_of_outputs, needs_both, ran, ran_only, run_phase, under
 from triptych.testing.subject import Subject
 
 
@@ -141,7 +141,7 @@ def gradcheck(subject: Subject, case: Case) -> None:
     before = torch.random.get_rng_state()
     torch.manual_seed(0)  # gradcheck's fast mode draws the directions it differentiates in
     try:
-        with under(subject.backend):
+        with under(subject.backend), ran_only(subject.backend, case.op):
             assert torch.autograd.gradcheck(function, leaves, fast_mode=True)  # type: ignore[arg-type] # None passes
     except GradcheckError as cause:
         raise AssertionError(str(cause).strip()) from cause

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+import triptych
 from triptych import registry
 from triptych.call import BACKWARD, FORWARD
 from triptych.select import auto_order
@@ -36,7 +37,14 @@ def others(subject: Subject, case: Case) -> tuple[str, ...]:
 
 
 def _runs_both(other: Subject, case: Case) -> bool:
-    return case.op in other.plugin.ops() and not any(refused_for(other, case, each) for each in (FORWARD, BACKWARD))
+    if case.op not in other.plugin.ops():
+        return False
+    for phase in (FORWARD, BACKWARD):
+        with under("composite"):
+            call = triptych.explain(case.op, *case.arguments(), phase=phase).call
+        if other.plugin.reasons_unavailable() or other.plugin.reasons_against_auto(call):
+            return False  # as `auto` passes over what is not built yet
+    return not any(refused_for(other, case, phase) for phase in (FORWARD, BACKWARD))
 
 
 @check(grid.layouts)

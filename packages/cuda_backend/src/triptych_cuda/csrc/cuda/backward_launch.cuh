@@ -60,8 +60,10 @@ int backward_shared(const Plan& plan, bool dh) {
 // Static shared memory of the streamed kernels, at most: it counts against the same limit.
 constexpr int kStaticShared = 2 * kSlots<Scope::cluster> * static_cast<int>(sizeof(float));
 
-// More than 48 KB of dynamic shared memory must be asked for, once per kernel and device. Which of them have asked is
-// remembered by position in a small table (kernels of one dtype: 4 families, 2 alignments, with and without dh).
+// More than 48 KB of dynamic shared memory must be asked for, once per kernel and device, and so must the split of L1
+// that lets the 192 KB of an SM's blocks be there together: with less, a part of the persistent grid would wait for
+// the rest to end. Which kernels have asked is remembered by position in a small table (kernels of one dtype: 4
+// families, 2 alignments, with and without dh).
 template <class T>
 cudaError_t allow_shared(const DeviceFacts& device, const Plan& plan, bool packs, bool dh, BackwardKernel<T> kernel) {
   static std::atomic<uint64_t> asked[16] = {};
@@ -69,9 +71,12 @@ cudaError_t allow_shared(const DeviceFacts& device, const Plan& plan, bool packs
   std::atomic<uint64_t>& devices = asked[family * 4 + (packs ? 2 : 0) + (dh ? 1 : 0)];
   const uint64_t bit = device.device < 64 ? uint64_t{1} << device.device : 0;
   if ((devices.load(std::memory_order_relaxed) & bit) != 0) return cudaSuccess;
-  const cudaError_t status = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                  cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                  device.max_shared - kStaticShared);
+  const void* function = reinterpret_cast<const void*>(kernel);
+  cudaError_t status = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            device.max_shared - kStaticShared);
+  if (status != cudaSuccess) return status;
+  status = cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                cudaSharedmemCarveoutMaxShared);
   if (status == cudaSuccess) devices.fetch_or(bit, std::memory_order_relaxed);
   return status;
 }

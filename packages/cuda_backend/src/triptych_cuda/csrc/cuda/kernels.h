@@ -22,7 +22,7 @@ namespace cuda {
 
 enum class DType : int32_t { float32 = 0, float16 = 1, bfloat16 = 2, float64 = 3 };
 
-// The kernel family that a call runs on; for tests and for `explain`. See README.md in this folder.
+// The kernel family that a call runs on; for tests and for `explain`. plan.h says which sizes take which.
 enum class Path : int32_t {
   none = 0,     // nothing to launch (an empty input)
   warp = 1,     // a warp, or a power-of-two part of one, holds a row
@@ -48,7 +48,7 @@ struct RmsNormForward {
   double eps = 0.0;
   double offset = 0.0;
   DType x_dtype = DType::float32;
-  DType weight_dtype = DType::float32;  // x_dtype, float32, or any 16-bit type with a 16-bit x; float64 only with float64
+  DType weight_dtype = DType::float32;  // x_dtype, or float32 or either 16-bit type with a 16-bit x
   bool round_before_weight = false;     // y = round(round(x * rstd) * (weight + offset))
 };
 

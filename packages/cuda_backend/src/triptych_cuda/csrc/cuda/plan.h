@@ -44,7 +44,7 @@ constexpr PlanRow kForwardPlans[] = {
     {2048, Path::block, 4, 512, false, true},
     // 32 KB a block: with a whole 64 KB row in one block, one or two blocks fill an SM and every barrier stalls it.
     {16384, Path::cluster, 4, 512, true, false},
-    // Eight blocks is the portable cluster size; past it threads hold twice as much.
+    // Eight blocks is the largest portable cluster; past it threads hold twice as much.
     {32768, Path::cluster, 8, 512, true, false},
     // Devices without clusters: 64 KB of registers a block is half an SM's, two blocks still alternate.
     {4096, Path::block, 8, 512, false, false},
@@ -53,8 +53,9 @@ constexpr PlanRow kForwardPlans[] = {
 // float64 rows always take the looped kernels: a table with no row that fits.
 constexpr PlanRow kFloat64Plans[] = {{0, Path::looped, 1, 0, false, true}};
 
-// Backward threads hold x, dy, the gain and the dw sums: about 110 registers at four packs, so 512 threads fill an SM
-// and the block count an SM is 512 / threads. More packs would not fit; fewer would double the per-row overhead.
+// Backward threads hold the gain and the dw sums of their columns: 128 registers at four packs (64 of them are those
+// two, for a 16-bit type), so 512 threads fill an SM and 512 / threads blocks share it. More packs would not fit;
+// fewer would spend more of each row on addresses and reductions.
 constexpr PlanRow kBackwardPlans[] = {
     {32, Path::warp, 1, 256, false, true},
     {128, Path::warp, 4, 256, false, true},
@@ -91,7 +92,8 @@ Plan choose_plan(const PlanRow (&table)[kRows], int64_t packs_in_row, bool vecto
       if (row.path == Path::cluster) {
         plan.width = power_of_two_up(divide_up(packs_in_row, static_cast<int64_t>(row.packs) * row.max_threads));
       }
-      plan.threads = static_cast<int>(divide_up(divide_up(packs_in_row, static_cast<int64_t>(row.packs) * plan.width), 32)) * 32;
+      const int64_t threads = divide_up(packs_in_row, static_cast<int64_t>(row.packs) * plan.width);
+      plan.threads = static_cast<int>(divide_up(threads, 32) * 32);
     }
     return plan;
   }
