@@ -6,6 +6,7 @@ cheap: what is heavy (triton, a compiled extension) is imported when an implemen
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -30,7 +31,7 @@ class Backend:
         self.name = name
         self.distribution = distribution
 
-    @property
+    @functools.cached_property
     def version(self) -> str:
         """The installed version of `distribution`, or "" when it is not an installed distribution."""
         try:

@@ -87,6 +87,8 @@ def _broken(spec: OpSpec, good: tuple[Any, ...]) -> Iterator[tuple[str, tuple[An
     names = spec.forward.tensor_names
     for i, name in enumerate(names):
         tensor: torch.Tensor = good[i]
+        yield f"{name} as text", with_argument(i, "text")
+        yield f"no {name}", with_argument(i, None)
         yield f"{name} of integers", with_argument(i, tensor.to(torch.int64))
         yield f"{name} in float64 alone", with_argument(i, tensor.double())
         yield f"{name} with one more column", with_argument(i, torch.cat([tensor, tensor[..., :1]], -1))
