@@ -194,7 +194,8 @@ def bench(session: nox.Session) -> None:
 def pytest(session: nox.Session, *arguments: str, **options: Any) -> None:
     """Run the tests that need no GPU on two cores, each worker on one thread."""
     options["env"] = {**ONE_THREAD, **options.get("env", {})}
-    run(session, "python", "-m", "pytest", "-q", "-n", "2", "-m", "not gpu", *arguments, *session.posargs, **options)
+    workers = ("-n", "2", "--dist", "worksteal")
+    run(session, "python", "-m", "pytest", "-q", *workers, "-m", "not gpu", *arguments, *session.posargs, **options)
 
 
 def build_native(session: nox.Session) -> None:

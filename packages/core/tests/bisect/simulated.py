@@ -10,10 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
-
 from triptych.bisect.bisection import Bisection
 from triptych.bisect.policies import Side
-from triptych.bisect.predicates import Ending, Verdict, describe, judge, parse_predicates
+from triptych.bisect.predicates import Ending, describe, judge, parse_predicates
 from triptych.bisect.progress import Progress
 from triptych.bisect.session import Identity, Run, Session
 from triptych.bisect.trials import Request, Trials
@@ -145,5 +144,3 @@ def _write_trace(path: Path, calls: list[tuple[Site, str]]) -> None:
         line = {"op": op, "phase": phase, "layer": layer, "call": call, "backend": backend}
         lines.append({"kind": "call", **line, "pid": 1, "rank": 0, "thread": 1, "decision": 0})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-

@@ -57,8 +57,28 @@ def job(layers: int, steps: int) -> list[Record]:
     ]
 
 
-NASTY = ["", "a", "a;b", "a#b", "a=b", "a%b", "a?b", "*", "[", "[a]", "[!a]", "]", "a@b", " a", "a ", "blocks.0", "blöcke"]
-layer_names = st.one_of(st.sampled_from(NASTY), st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=6))
+NASTY = [
+    "",
+    "a",
+    "a;b",
+    "a#b",
+    "a=b",
+    "a%b",
+    "a?b",
+    "*",
+    "[",
+    "[a]",
+    "[!a]",
+    "]",
+    "a@b",
+    " a",
+    "a ",
+    "blocks.0",
+    "blöcke",
+]
+layer_names = st.one_of(
+    st.sampled_from(NASTY), st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=6)
+)
 POLICIES = ("torch", "triton", "triton,torch", "auto", "torch;rms_norm.backward=cuda", "triton;*@a*#2:=cuda;%1=torch")
 
 
@@ -95,7 +115,9 @@ def test_the_text_selects_exactly_the_subset(data: st.DataObject) -> None:
 def test_several_processes_with_layers_of_their_own(data: st.DataObject) -> None:
     """Only where two unnameable layers of two processes share a number can it select more than was asked."""
     records = data.draw(traces(processes=2))
-    records = [record for record in records if record.layer and not set(record.layer) & set(";#%=") and record.layer.strip()]
+    records = [
+        record for record in records if record.layer and not set(record.layer) & set(";#%=") and record.layer.strip()
+    ]
     records = [record for record in records if record.layer == record.layer.strip()]
     written = writer("torch", "triton;%1=cuda", records)
     subset = {each for each in written.candidates if data.draw(st.booleans())}

@@ -41,6 +41,7 @@ _ENOUGH = 0.95
 _FAULTS = 3
 """After so many separate faults with one signature the search ends."""
 _REPLAY_SECONDS = 300.0
+"""The most that replaying a captured call may take where there is no --timeout."""
 _OUTCOMES = {Verdict.PASS: Outcome.PASS, Verdict.FAIL: Outcome.FAIL}
 
 
@@ -323,7 +324,7 @@ class Bisection:
         result, log = (capture.with_name(f"{capture.name}.replay.{kind}") for kind in ("json", "log"))
         if not result.exists():
             command = (sys.executable, "-m", "triptych", "replay", str(capture), "--json", str(result))
-            outcome = run_trial(command, self._trials.environment(), _REPLAY_SECONDS, log)
+            outcome = run_trial(command, self._trials.environment(), self._trials.timeout or _REPLAY_SECONDS, log)
             if outcome.timed_out:
                 return "hangs"
             if outcome.signal is not None:

@@ -14,6 +14,9 @@ trial and the search goes on in front of it, until what was kept fails by itself
 together cost k * ceil(log2(n)) trials and a few, and no assumption about the predicate is made on the way. Last, each
 member is left out in turn: nothing that is returned can be left out (1-minimal, as in delta debugging).
 
+A prefix whose trial is unresolved is walked around: the search looks for where prefixes begin to be spoilt, and for a
+window beside the cut, without what lies in front of it, that fails.
+
 A failure that needs many calls (a leak, a drift) is not a set of calls worth listing: past `LIMIT` members the answer
 is the layer, the phase or the op that fails as a whole.
 
@@ -23,7 +26,7 @@ the answer too large, but an answer has always been seen to fail.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
@@ -110,15 +113,15 @@ class Question:
 
 
 Search = Generator[Question, Outcome, Finding]
+Bounds = tuple[int, int, int]
+"""Where a binary search stands in its pool: start, low and high; see `_Search._narrower`."""
 Unit = tuple[int, ...]
 """Indices of candidates that are swapped together: one call, or all calls of a layer, phase or op."""
 
 LIMIT = 4
 """The most culprits listed call by call."""
-_CUTS = 6
-"""How many cuts are tried at one step before its outcome is given up as unresolved."""
 _SINGLES = 8
-"""When a step is given up, so many units are still tried one by one."""
+"""Where cuts show nothing, so many units are still tried one by one."""
 
 
 def hierarchical(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
@@ -246,26 +249,44 @@ class _Search:
     def _last_needed(self, pool: list[Unit], kept: Unit) -> Generator[Question, Outcome, tuple[Unit, list[Unit]]]:
         """The last unit of a shortest prefix of `pool` that fails together with `kept`, and the units in front of it.
 
-        `kept` alone does not fail; with all of `pool` it does. Where a cut is unresolved, a window may still fail (the
-        units between the last cut that passed and this one, without those in front): then the search goes on inside it.
+        `kept` alone does not fail; with all of `pool` it does.
         """
-        start, low, high = 0, 0, len(pool)
-        while high - low > 1:
+        bounds = (0, 0, len(pool))
+        wall = len(pool)  # where a cut shows nothing, the next ones lie in front of it: up to what spoils the prefixes
+        while bounds[2] - bounds[1] > 1:
+            start, low, high = bounds
             self.left = sum(len(unit) for unit in pool[low:high])
-            for cut in self._cuts(pool, low, high):
-                outcome = yield from self._test(kept + _joined(pool[start:cut]))
-                if outcome is Outcome.UNRESOLVED and low > start:
-                    outcome = yield from self._test(kept + _joined(pool[low:cut]))
-                    if outcome is not Outcome.FAIL:
-                        continue  # a window that passes does not say that the prefix does
-                    start = low
-                if outcome is not Outcome.UNRESOLVED:
-                    break
-            else:
+            if wall - low == 1:
                 return (yield from self._one_by_one(pool[low:high], kept)), pool[start:low]
-            low, high = (low, cut) if outcome is Outcome.FAIL else (cut, high)
+            cut = self._best_cut(pool, low, wall)
+            narrower = yield from self._narrower(pool, kept, bounds, cut)
+            if narrower is None:
+                wall = cut
+            else:
+                bounds = narrower
+                wall = min(wall, bounds[2]) if bounds[0] == start else bounds[2]
+        start, low, _ = bounds
         self.left = len(pool[low])
         return pool[low], pool[start:low]
+
+    def _narrower(
+        self, pool: list[Unit], kept: Unit, bounds: Bounds, cut: int
+    ) -> Generator[Question, Outcome, Bounds | None]:
+        """The bounds after a trial at `cut`; None when it shows nothing.
+
+        With `kept`, `pool[start:low]` does not fail and `pool[start:high]` does. Where the prefix up to the cut is
+        unresolved, one of the windows beside the cut may still fail: what spoils the prefix may lie outside it.
+        """
+        start, low, high = bounds
+        outcome = yield from self._test(kept + _joined(pool[start:cut]))
+        if outcome is Outcome.FAIL:
+            return start, low, cut
+        if outcome is Outcome.PASS:
+            return start, cut, high
+        for first, last in ((low, cut), (cut, high)):
+            if (yield from self._test(kept + _joined(pool[first:last]))) is Outcome.FAIL:
+                return first, first, last
+        return None
 
     def _one_by_one(self, pool: list[Unit], kept: Unit) -> Generator[Question, Outcome, Unit]:
         """A unit of `pool` that fails with `kept` and nothing else, where cuts between them are unresolved."""
@@ -274,18 +295,6 @@ class _Search:
                 if (yield from self._test(kept + unit)) is Outcome.FAIL:
                     return unit
         raise _Stuck(Status.UNRESOLVED, _joined(pool))
-
-    def _cuts(self, pool: list[Unit], low: int, high: int) -> Iterator[int]:
-        """Where to cut `pool[low:high]`: first the best place, then others, for when that one is unresolved."""
-        best = self._best_cut(pool, low, high)
-        tried = {best}
-        yield best
-        for parts in (4, 8, 16):
-            for part in range(1, parts, 2):
-                cut = low + (high - low) * part // parts
-                if low < cut < high and cut not in tried and len(tried) < _CUTS:
-                    tried.add(cut)
-                    yield cut
 
     def _best_cut(self, pool: list[Unit], low: int, high: int) -> int:
         """The cut at the coarsest border that leaves no more trials than the middle would; of these, the middlemost."""

@@ -92,7 +92,7 @@ class Trials:
         self._predicates = tuple(predicates)
         self._script = next((each.script for each in predicates if each.script), ())
         self._check = check_variable(predicates, good)
-        self._timeout = timeout
+        self.timeout = timeout
         self._began = began
         self._finished = finished
         self._stop = threading.Event()
@@ -162,7 +162,7 @@ class Trials:
         if self._check:
             environment |= {"TRIPTYCH_CHECK": self._check, "TRIPTYCH_FINDINGS": str(findings)}
         log = folder / f"run-{number}.log"
-        outcome = run_trial(self._command, environment, self._timeout, log, cwd=self._directory)
+        outcome = run_trial(self._command, environment, self.timeout, log, cwd=self._directory)
         found = tuple(each.signature for each in read_findings(findings))
         ending = Ending(outcome.code, outcome.signal, outcome.timed_out, log, found)
         if self._script:
@@ -180,7 +180,7 @@ class Trials:
         told = {"TRIPTYCH_BACKEND": policy, "BISECT_LOG": str(ending.log), "BISECT_STATUS": describe(ending)}
         log = ending.log.with_suffix(".script.log")
         command = (*self._script, str(ending.log))
-        outcome = run_trial(command, {**self.environment(), **told}, self._timeout, log, cwd=self._directory)
+        outcome = run_trial(command, {**self.environment(), **told}, self.timeout, log, cwd=self._directory)
         if outcome.timed_out or outcome.code is None:
             return -(outcome.signal or 9)
         return outcome.code

@@ -56,21 +56,34 @@ def bisect(
     if json_file is not None:
         preflight.check_writable(json_file, "--json")
     asked = Asked(tuple(command), good, bad, tuple(fail_on or ()), timeout, repeat, jobs, state)
-    signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         report = run_bisection(asked, Console(stderr=True), resume=resume)
     except KeyboardInterrupt:
-        arguments = [each for each in sys.argv[1:] if each != "bisect" and each != "--resume"]
         print(
             f"triptych: interrupted; the running trial was ended, finished ones are kept in {state}. Continue with:\n"
-            f"  triptych bisect --resume {shlex.join(arguments)}",
+            f"  {shlex.join(_resuming(asked, json_file))}",
             file=sys.stderr,
         )
         raise typer.Exit(INTERRUPTED) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if json_file is not None:
         write_json(json_file, report.to_json())
     present.show(report, Console())
     raise typer.Exit(report.exit_code)
+
+
+def _resuming(asked: Asked, json_file: Path | None) -> list[str]:
+    """The command line that continues an interrupted bisection."""
+    options: list[tuple[str, object]] = [("--good", asked.good), ("--bad", asked.bad)]
+    options += [("--fail-on", each) for each in asked.fail_on]
+    options += [("--timeout", asked.timeout), ("--json", json_file)]
+    for name, value, default in (("--repeat", asked.repeat, 1), ("--jobs", asked.jobs, 1)):
+        options.append((name, None if value == default else value))
+    options.append(("--state", None if asked.state == DEFAULT else asked.state))
+    given = [str(word) for name, value in options if value is not None for word in (name, value)]
+    return ["triptych", "bisect", "--resume", *given, "--", *asked.command]
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
