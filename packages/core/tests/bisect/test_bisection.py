@@ -92,6 +92,8 @@ def test_two_that_are_right_alone_and_wrong_together(tmp_path: Path) -> None:
     assert sorted(found(report)) == sorted([CULPRIT, PARTNER])
     assert report.interaction
     assert not report.victims
+    together = "They fail only together; swapping one of them out is enough. Each is right when it is run alone."
+    assert report.notes == (together,)
     assert report.workaround == "bad;add_rms_norm.forward=torch"
     assert report.trials <= 2 * math.ceil(math.log2(len(sites()))) + 14
 
@@ -146,7 +148,7 @@ def test_a_failure_that_needs_half_the_calls_of_a_layer_is_the_layer(tmp_path: P
 
 def test_calls_that_only_the_bad_run_makes_are_mentioned(tmp_path: Path) -> None:
     report = Simulation(tmp_path, fails_with(CULPRIT), bad_only=[("rms_norm", "forward", "x", 9000)]).bisect()
-    assert any(note.startswith("1 calls happen only under the bad policy") for note in report.notes)
+    assert any(note.startswith("Calls that happen only under the bad policy: 1.") for note in report.notes)
 
 
 def test_a_trace_that_misleads_is_not_relied_on(tmp_path: Path) -> None:

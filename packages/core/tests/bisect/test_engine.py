@@ -194,6 +194,18 @@ def test_a_failure_that_needs_many_layers_is_answered_with_the_phase() -> None:
     assert run.found == phase
 
 
+def test_a_failure_that_needs_a_call_of_every_layer_is_answered_with_the_phase() -> None:
+    candidates = program(2, 3, 10)
+    phase = frozenset(each for each in candidates if (each.op, each.phase) == ("op0", "forward"))
+
+    def seventh_call_in_a_process(subset: frozenset[Candidate]) -> Outcome:
+        return Outcome.FAIL if len(subset & phase) >= 21 else Outcome.PASS
+
+    run = Run(candidates, seventh_call_in_a_process)
+    assert [culprit.level for culprit in run.finding.culprits] == [Level.PHASE]
+    assert run.found == phase
+
+
 def test_a_failure_that_needs_many_calls_of_two_ops_is_answered_with_their_phases() -> None:
     candidates = program(3, 4, 25)
     first = frozenset(each for each in candidates if (each.op, each.phase) == ("op0", "forward"))

@@ -157,8 +157,8 @@ class Bisection:
         only_bad = self._bad_backends.keys() - {_candidate(each) for each in good_calls}
         if only_bad:
             self._notes.append(
-                f"{len(only_bad)} calls happen only under the bad policy; they cannot be selected one by one. They run "
-                f"as the good policy says, or with their op or phase where that is swapped as a whole."
+                f"Calls that happen only under the bad policy: {len(only_bad)}. They cannot be selected one by one; "
+                f"they run as the good policy says, or with their op or phase where that is swapped as a whole."
             )
 
     # --- search and confirmation ------------------------------------------------------------------
@@ -294,14 +294,12 @@ class Bisection:
         )
 
     def _note_members(self, sites: Sequence[Site], wrong: Sequence[Site]) -> None:
+        text = "They fail only together; swapping one of them out is enough."
         if not wrong:
-            self._notes.append(
-                "Each of these calls is right alone; they fail only together. Swapping one of them out is enough."
-            )
+            text += " Each is right when it is run alone."
         elif len(wrong) < len(sites):
-            self._notes.append(
-                "A victim computes rightly from what it is given, but does not stand what the culprit does."
-            )
+            text += " A victim computes rightly from what it is given, but does not stand what the culprit does."
+        self._notes.append(text)
 
     def _captured(self, writer: PolicyWriter, fault: _Fault) -> list[Site]:
         """The culprits of a fault, with their captured calls, each run alone."""

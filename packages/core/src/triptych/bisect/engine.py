@@ -220,7 +220,7 @@ class _Search:
                 break
             inside = [unit for unit in self._units(finer) if unit[0] in around]
             found = yield from self._minimal(inside, LIMIT)
-            if found is not None:
+            if found is not None and len(found) < len(inside):
                 return found
         return [around]
 

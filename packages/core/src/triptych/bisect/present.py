@@ -25,7 +25,6 @@ _REPLAYED = {
     "crashes": "; run alone it crashes too",
     "hangs": "; run alone it hangs too",
 }
-_POLICY_WIDTH = 80
 
 
 def show(report: Report, console: Console) -> None:
@@ -43,8 +42,6 @@ def lines(report: Report) -> list[str]:
     for word, sites in (("Culprit", report.culprits), ("Victim", report.victims), ("Suspect", report.suspects)):
         for site in sites:
             found.append(f"{word}: {site}{_REPLAYED.get(site.replay or '', '')}")
-    if report.interaction:
-        found.append("They fail only together.")
     found += report.notes
     if report.workaround is not None:
         found.append("Workaround, proved to pass:")
@@ -76,10 +73,14 @@ def _evidence(report: Report) -> Table:
         table.add_column("failed", justify="right")
         table.add_column("confidence", justify="right")
     for each in report.evidence:
-        policy = each.policy if len(each.policy) <= _POLICY_WIDTH else f"{each.policy[: _POLICY_WIDTH - 3]}..."
-        row = [str(each.trial), each.purpose, policy, each.verdict, each.signature or "", f"{each.seconds:.1f}"]
+        policy, signature = _shortened(each.policy, 80), _shortened(each.signature or "", 50)
+        row = [str(each.trial), each.purpose, policy, each.verdict, signature, f"{each.seconds:.1f}"]
         table.add_row(*map(Text, [*row, *(_repeated(each) if report.repeat > 1 else [])]))
     return table
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
 def _repeated(each: Evidence) -> list[str]:
