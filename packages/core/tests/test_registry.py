@@ -74,6 +74,17 @@ def test_a_plug_in_that_fails_to_import_is_broken_with_its_cause(distribution: M
     assert "bad" in found.names()
 
 
+def test_a_cause_is_raised_anew_each_time(distribution: MakeDistribution) -> None:
+    distribution("bad", "[triptych.backends]\nbad = bad_module:backend\n", bad_module="raise SystemExit(3)\n")
+    found = group()
+    depths = []
+    for _ in range(3):
+        with pytest.raises(PluginError, match="failed to load: SystemExit: 3") as raised:
+            found.get("bad")
+        depths.append(len(raised.traceback))
+    assert len(set(depths)) == 1
+
+
 @pytest.mark.parametrize("text", ["backend = 3\n", GOOD.format("other")])
 def test_an_entry_point_must_name_a_backend_of_its_name(distribution: MakeDistribution, text: str) -> None:
     distribution("odd", "[triptych.backends]\nodd = odd_module:backend\n", odd_module=text)
@@ -104,6 +115,8 @@ def test_a_broken_plug_in_does_not_disturb_calls(distribution: MakeDistribution,
     assert done.returncode == 0, done.stderr
     first, *refusal = done.stdout.splitlines()
     assert float(first) == pytest.approx(8.0, rel=1e-5)
+    assert "rms_norm.forward runs on" in done.stderr  # what auto passes over because it is broken is a warning
+    assert "not on 'bad' (default, \"auto\"): Backend 'bad' of bad 1.0 failed to load" in done.stderr
     assert refusal[:2] == [
         "rms_norm.forward on 'bad' (triptych.use rule 1, \"bad\")",
         "  - Backend 'bad' of bad 1.0 failed to load: ZeroDivisionError: division by zero. "

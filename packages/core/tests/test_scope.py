@@ -13,6 +13,7 @@ import torch
 from spies import counts, ran
 
 import triptych
+from triptych import scope
 
 X = torch.ones(2, 8)
 
@@ -65,6 +66,42 @@ def test_threads_and_tasks_do_not_see_each_others_blocks() -> None:
         return await asyncio.gather(task("torch"), task("composite"))
 
     assert asyncio.run(both()) == [["torch"] * 2, ["composite"] * 2]
+
+
+def test_one_block_object_may_be_entered_by_several_threads_at_once() -> None:
+    block = triptych.use("composite")
+    before = chosen()
+    inside, go_on = threading.Barrier(2), threading.Event()
+    seen: list[str] = []
+
+    def work() -> None:
+        with block:
+            inside.wait(30)
+            go_on.wait(30)
+        seen.append(chosen())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    with block:
+        inside.wait(30)
+        with block:
+            assert chosen() == "composite"
+        assert chosen() == "composite"
+    assert chosen() == before
+    go_on.set()
+    thread.join()
+    assert seen == [before]
+
+
+def test_a_policy_of_the_process_reaches_other_threads() -> None:
+    seen: list[str] = []
+    before = chosen()
+    with scope.process_policy("composite"):
+        thread = threading.Thread(target=lambda: seen.append(chosen()))
+        thread.start()
+        thread.join()
+    assert seen == ["composite"]
+    assert chosen() == before
 
 
 def test_backward_runs_as_forwards_block_said_after_it_has_ended() -> None:

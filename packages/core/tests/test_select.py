@@ -7,7 +7,7 @@ import torch
 
 from triptych.backend import Backend
 from triptych.call import Call, TensorMeta
-from triptych.errors import PluginError, Refused
+from triptych.errors import BuildError, PluginError, Refused
 from triptych.opspec import PhaseFunction
 from triptych.policy import DEFAULT_RULE, Rule, parse
 from triptych.select import auto_order, select
@@ -64,15 +64,21 @@ def rule(text: str) -> Rule:
 
 
 def test_auto_is_by_priority_without_the_hidden_and_the_broken() -> None:
-    assert auto_order("cpu", NAMES, get) == ("fast", "lazy", "plain")
-    assert auto_order("cuda", NAMES, get) == ()
+    torn = (("torn", "Backend 'torn' failed to load."),)
+    assert auto_order("cpu", NAMES, get) == (("fast", "lazy", "plain"), torn)
+    assert auto_order("cuda", NAMES, get) == ((), torn)
 
 
 def test_auto_moves_past_refusals_and_records_them() -> None:
     decision = select(CALL, "a.b", DEFAULT_RULE, NAMES, get)
     assert decision.chosen == "plain"
     assert decision.function is nothing
-    assert decision.rejected == (("fast", BACKENDS["fast"].reasons), ("lazy", BACKENDS["lazy"].auto))  # type: ignore[attr-defined]
+    assert decision.rejected == (
+        ("torn", ("Backend 'torn' failed to load.",)),
+        ("fast", BACKENDS["fast"].reasons),  # type: ignore[attr-defined]
+        ("lazy", BACKENDS["lazy"].auto),  # type: ignore[attr-defined]
+    )
+    assert decision.broken == ("torn",)
 
 
 def test_a_name_is_strict_and_reasons_of_auto_do_not_count() -> None:
@@ -103,7 +109,7 @@ def test_a_list_is_an_order_of_preference() -> None:
 def test_auto_with_nothing_for_the_device_says_so() -> None:
     far = TensorMeta.contiguous((4, 8), torch.float32, torch.device("cuda", 0))
     with pytest.raises(Refused, match="no installed backend has a place in auto for this device"):
-        select(Call("rms_norm", "forward", (("x", far),), ()), "", DEFAULT_RULE, NAMES, get)
+        select(Call("rms_norm", "forward", (("x", far),), ()), "", DEFAULT_RULE, sorted(BACKENDS), get)
 
 
 def test_an_op_or_phase_that_is_missing_is_a_reason() -> None:
@@ -120,3 +126,48 @@ def test_a_record_is_plain_data() -> None:
         "dy": {"shape": [4, 8], "stride": [8, 1], "dtype": "float32", "device": "cpu", "aligned": True},
         "weight": None,
     }
+
+
+def raises(*args: object) -> object:
+    raise KeyError("planted")
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong"),
+    [
+        ("priority", "high"),
+        ("ops", "rms_norm"),
+        ("reasons_unavailable", None),
+        ("reasons_against", "a sentence that is not in a list."),
+        ("reasons_against_auto", (1, 2)),
+        ("implementation", "forward"),
+    ],
+)
+def test_a_plug_in_that_errs_is_rejected_with_its_cause(method: str, wrong: object) -> None:
+    for answer, said in ((raises, "raised KeyError: 'planted'"), (lambda *args: wrong, f"answered {wrong!r}")):
+        bad = Fake("bad", 99)
+        setattr(bad, method, answer)
+        backends = {"bad": bad, "plain": BACKENDS["plain"]}
+        decision = select(CALL, "", DEFAULT_RULE, tuple(backends), backends.__getitem__)
+        assert decision.chosen == "plain"
+        assert decision.broken == ("bad",)
+        ((name, (reason,)),) = decision.rejected
+        assert name == "bad"
+        assert f"its {method} {said}" in reason
+
+
+def test_a_preparation_that_fails_is_a_reason_and_a_list_moves_on() -> None:
+    prepared = []
+
+    def prepare(backend: Backend, call: Call) -> None:
+        prepared.append(backend.name)
+        if backend.name == "hidden":
+            raise BuildError("the compiler is not there. Install it.")
+
+    decision = select(CALL, "", rule("fast,hidden,plain"), NAMES, get, prepare)
+    assert prepared == ["hidden", "plain"]
+    assert decision.chosen == "plain"
+    assert decision.rejected[1] == ("hidden", ("the compiler is not there. Install it.",))
+    assert decision.broken == ()
+    with pytest.raises(Refused, match=r"the compiler is not there\. Install it\."):
+        select(CALL, "", rule("hidden"), NAMES, get, prepare)

@@ -161,7 +161,7 @@ def test_two_processes_at_once_build_once(tmp_path: Path) -> None:
 
 
 def test_a_killed_builder_leaves_nothing_that_counts(tmp_path: Path) -> None:
-    made = small_recipe(tmp_path, f'echo $$ > {tmp_path}/pid; exec sleep 60')
+    made = small_recipe(tmp_path, f"echo $$ > {tmp_path}/pid; exec sleep 60")
     process = start_build(tmp_path)
     deadline = time.monotonic() + 30
     while not (tmp_path / "pid").exists() and time.monotonic() < deadline:

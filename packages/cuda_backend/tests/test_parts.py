@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -184,3 +185,29 @@ def test_the_command_line(arguments: list[str], code: set[int]) -> None:
     if arguments == ["status"]:
         assert "cpu: " in done.stdout
         assert "cuda: " in done.stdout
+
+
+BROKEN_COMPILER = """
+import logging, torch, triptych
+logging.disable(logging.CRITICAL)
+x = torch.ones(2, 8)
+for policy in ("cuda,torch", "cuda"):
+    for size in (8, 9):
+        try:
+            with triptych.use(policy):
+                triptych.rms_norm(torch.ones(2, size))
+        except triptych.Refused as error:
+            print("refused:", "error: planted" in str(error))
+print([(row.phase, row.backend, row.calls) for row in triptych.report().rows])
+"""
+
+
+def test_a_build_that_fails_is_a_reason_and_nothing_counts_as_run(tmp_path: Path) -> None:
+    """A compiler that answers for its version and fails on every source."""
+    compiler = tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *-c*) echo "error: planted" >&2; exit 1;; esac\nexec g++ "$@"\n')
+    compiler.chmod(0o755)
+    environment = {**os.environ, "CXX": str(compiler), "TRIPTYCH_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", BROKEN_COMPILER], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["refused: True", "refused: True", "[('forward', 'torch', 2)]"]

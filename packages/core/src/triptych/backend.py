@@ -11,11 +11,12 @@ import importlib
 import importlib.metadata
 import importlib.util
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
+from typing import Any
 
 from triptych.call import PHASES, Call
-from triptych.errors import PluginError
+from triptych.errors import PluginError, TriptychError
 from triptych.opspec import PhaseFunction
 
 
@@ -67,6 +68,13 @@ class Backend:
         """Further reasons that count only when the backend was not asked for by name (a build not made yet)."""
         return []
 
+    def prepare(self, call: Call) -> None:
+        """Do once what must be done before this call can run, such as building a native part.
+
+        Called when the backend was chosen, before anything is launched. A TriptychError raised here counts as a reason
+        against the call: a list of preferences moves on. `triptych explain` does not call it.
+        """
+
     def __repr__(self) -> str:
         return f"<backend {self.name!r} of {self.distribution or 'this process'} {self.version}>".replace(" >", ">")
 
@@ -116,3 +124,52 @@ class PackageBackend(Backend):
                     f"{type(cause).__name__}: {cause}. Reinstall {self.distribution}, or choose another backend."
                 ) from cause
         return self._modules[op]
+
+
+def ask(backend: Backend, question: str, *args: object) -> Any:
+    """The answer of one of a backend's methods, checked: a plug-in that errs is a broken plug-in, not our crash.
+
+    Raises:
+        PluginError: the method raised, or answered with something that is not what its signature says.
+        TriptychError: the method raised it on purpose.
+    """
+    try:
+        answer = getattr(backend, question)(*args)
+    except TriptychError:
+        raise
+    except Exception as cause:
+        raise _broken(backend, question, f"raised {type(cause).__name__}: {cause}") from cause
+    if not _ANSWERS[question](answer):
+        raise _broken(backend, question, f"answered {answer!r}, which is not {_WANTED[question]}")
+    return answer
+
+
+def _broken(backend: Backend, question: str, what: str) -> PluginError:
+    return PluginError(
+        f"Backend {backend.name!r} is broken: its {question} {what}. "
+        f"Report it to the authors of {backend.distribution or 'the plug-in'}, or choose another backend."
+    )
+
+
+def _is_texts(answer: object) -> bool:
+    return isinstance(answer, (list, tuple)) and all(isinstance(each, str) for each in answer)
+
+
+_ANSWERS: dict[str, Callable[[object], bool]] = {
+    "ops": _is_texts,
+    "priority": lambda answer: answer is None or isinstance(answer, int),
+    "reasons_unavailable": _is_texts,
+    "reasons_against": _is_texts,
+    "reasons_against_auto": _is_texts,
+    "implementation": lambda answer: answer is None or callable(answer),
+    "prepare": lambda answer: answer is None,
+}
+_WANTED = {
+    "ops": "a tuple of op names",
+    "priority": "a whole number or None",
+    "reasons_unavailable": "a list of sentences",
+    "reasons_against": "a list of sentences",
+    "reasons_against_auto": "a list of sentences",
+    "implementation": "a function or None",
+    "prepare": "None",
+}

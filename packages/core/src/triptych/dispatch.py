@@ -18,10 +18,12 @@ import torch
 
 from triptych import intercept, refusals, registry, scope, shortpath
 from triptych.autograd import backward_of
+from triptych.backend import ask
 from triptych.call import BACKWARD, FORWARD, Call, TensorMeta
 from triptych.counters import Counter
 from triptych.errors import ArgumentError
 from triptych.opspec import OpSpec, Tensors
+from triptych.policy import Rule
 from triptych.select import Decision, select
 
 
@@ -96,8 +98,7 @@ class Op:
             if phase == FORWARD:
                 self.spec.check(*args)
             call = _call(self.spec, phase, tuple(map(_meta, args)))
-            decision = select(call, layer, rule, registry.backends.names(), registry.backends.get)
-            refusals.log(decision)
+            decision = _select(call, layer, rule)
             found = (decision, self.count(phase, decision.chosen))
             now.remember(key, found)
         decision, count = found
@@ -161,8 +162,7 @@ class Op:
                 return known
         self.spec.check(*args)
         metas = tuple(map(_meta, args))
-        names, get = registry.backends.names(), registry.backends.get
-        forward = select(_call(self.spec, FORWARD, metas), layer, rule, names, get)
+        forward = _select(_call(self.spec, FORWARD, metas), layer, rule)
         backward = backward_count = None
         grad_metas: tuple[TensorMeta, ...] = ()
         needs: tuple[bool, ...] = ()
@@ -173,14 +173,11 @@ class Op:
             needs = self.spec.wanted(requires_grad)
             results = tuple(self.spec.result_for(each) if wants else None for each, wants in requires_grad.items())
             call, grad_metas = self._backward_call(metas, needs)
-            backward = select(call, layer, backward_rule, names, get)
+            backward = _select(call, layer, backward_rule)
             backward_count = self.count(BACKWARD, backward.chosen)
         scalars = args[self._tensor_count :]
         count = self.count(FORWARD, forward.chosen)
         plan = Plan(forward, count, backward, backward_count, scalars, grad_metas, needs, results)
-        for decision in (forward, backward):
-            if decision is not None:
-                refusals.log(decision)
         now.remember(key, plan)
         return plan
 
@@ -200,6 +197,16 @@ class Op:
         )
         args = spec.backward_arguments(grads, metas, outputs, wanted)
         return _call(spec, BACKWARD, args), grads
+
+
+def _select(call: Call, layer: str, rule: Rule) -> Decision:
+    """Select for a call that is about to run: what is chosen is prepared, what is passed over is logged."""
+    backends = registry.backends
+    decision = select(
+        call, layer, rule, backends.names(), backends.get, lambda each, asked: ask(each, "prepare", asked)
+    )
+    refusals.log(decision)
+    return decision
 
 
 def _signature(value: Any) -> Any:

@@ -5,6 +5,7 @@ Trace, sync, checks and capture are interceptors. With none installed, dispatch 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,3 +83,12 @@ def run(invocation: Invocation) -> Tensors:
 
 def _around(interceptor: Interceptor, invocation: Invocation, inner: Proceed) -> Proceed:
     return lambda: interceptor(invocation, inner)
+
+
+def _after_fork() -> None:
+    """A lock that another thread held at the moment of the fork would never be released in the child."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -32,7 +32,8 @@ class _Entry(Generic[T]):
     origin: str
     load: Callable[[], Any]
     loaded: T | None = None
-    error: PluginError | None = None
+    error: str = ""
+    cause: BaseException | None = None
 
 
 @dataclass
@@ -61,10 +62,11 @@ class Group(Generic[T]):
         if entry.loaded is not None:
             return entry.loaded
         with self._lock:
-            if entry.loaded is None and entry.error is None:
+            if entry.loaded is None and not entry.error:
                 self._load(entry)
-        if entry.error is not None:
-            raise entry.error
+        if entry.error:
+            # A new exception each time: one that is raised again and again would gather every traceback.
+            raise PluginError(entry.error) from entry.cause
         assert entry.loaded is not None
         return entry.loaded
 
@@ -84,7 +86,9 @@ class Group(Generic[T]):
         with self._lock:
             entries = self._found()
             if name in entries:
-                raise PluginError(f"{self.word} {name!r} is already provided by {entries[name].origin}.")
+                raise PluginError(
+                    f"{self.word} {name!r} is already provided by {entries[name].origin}. Choose another."
+                )
             entries[name] = _Entry(name, "this process", lambda: plugin, loaded=plugin)
         self._changed()
         try:
@@ -125,7 +129,7 @@ class Group(Generic[T]):
             origins = sorted(claims[name])
             entry: _Entry[T] = _Entry(name, " and ".join(origins), claims[name][origins[0]].load)
             if len(origins) > 1:
-                entry.error = PluginError(
+                entry.error = (
                     f"{self.word} {name!r} is claimed by {len(origins)} distributions: {entry.origin}. "
                     "Uninstall all but one of them."
                 )
@@ -135,18 +139,18 @@ class Group(Generic[T]):
     def _load(self, entry: _Entry[T]) -> None:
         try:
             plugin = entry.load()
-        except Exception as cause:
-            error = PluginError(
+            name = getattr(plugin, "name", None)
+        except (Exception, SystemExit) as cause:
+            entry.cause = cause
+            entry.error = (
                 f"{self.word} {entry.name!r} of {entry.origin} failed to load: {type(cause).__name__}: {cause}. "
                 "Reinstall or uninstall that distribution."
             )
-            error.__cause__ = cause
-            entry.error = error
             return
-        if not isinstance(plugin, self.kind) or getattr(plugin, "name", None) != entry.name:
-            entry.error = PluginError(
-                f"{self.word} {entry.name!r} of {entry.origin} points to {plugin!r}; it must point to a "
-                f"{self.kind.__module__}.{self.kind.__qualname__} whose name is {entry.name!r}."
+        if not isinstance(plugin, self.kind) or name != entry.name:
+            entry.error = (
+                f"{self.word} {entry.name!r} of {entry.origin} points to a {type(plugin).__qualname__} named {name!r}; "
+                f"it must point to a {self.kind.__module__}.{self.kind.__qualname__} whose name is {entry.name!r}."
             )
             return
         entry.loaded = plugin

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from contextvars import ContextVar, Token
+import weakref
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from triptych import environment, registry
@@ -23,12 +25,14 @@ _LIMIT = 4096
 class Scope:
     """A policy and the selections that were made under it."""
 
-    __slots__ = ("_children", "plans", "policy")
+    __slots__ = ("__weakref__", "_children", "plans", "policy")
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.plans: dict[Any, Any] = {}
-        self._children: dict[str, Scope] = {}
+        self._children: dict[tuple[str, str], Scope] = {}
+        with _lock:
+            _scopes.add(self)
 
     def remember(self, key: Any, plan: Any) -> None:
         """Keep what was selected for `key`."""
@@ -38,26 +42,28 @@ class Scope:
 
     def extended(self, rules: str, source: str) -> Scope:
         """The scope in which `rules` lie over this one's."""
-        child = self._children.get(rules)
+        child = self._children.get((rules, source))
         if child is None:
             parsed = parse(rules, source, backends=registry.backends.names(), ops=registry.ops.names())
             child = Scope(self.policy.extended(parsed))
             if len(self._children) >= _LIMIT:
                 self._children.clear()
-            self._children[rules] = child
+            self._children[rules, source] = child
         return child
 
     def forget(self) -> None:
-        """Drop every selection, here and in the scopes derived from this one."""
+        """Drop what was selected and parsed: which backends and ops there are has changed."""
         self.plans.clear()
-        for child in self._children.values():
-            child.forget()
+        self._children.clear()
 
 
+_lock = threading.RLock()
+_scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
 _used: ContextVar[Scope | None] = ContextVar("triptych.use", default=None)
+_outer: ContextVar[tuple[Scope | None, ...]] = ContextVar("triptych.use.outer", default=())
+"""What the enclosing `use` blocks of the calling thread or task put in force, outermost first."""
 _process: Scope | None = None
 _environment_text: str | None = None
-_lock = threading.RLock()
 
 
 used = _used.get
@@ -114,18 +120,33 @@ class use(contextlib.ContextDecorator):  # noqa: N801 - used like a function
 
     def __init__(self, rules: str) -> None:
         self.rules = rules
-        self._tokens: list[Token[Scope | None]] = []
         current().extended(rules, "triptych.use")
 
     def __enter__(self) -> None:
-        self._tokens.append(_used.set(current().extended(self.rules, "triptych.use")))
+        scope = current().extended(self.rules, "triptych.use")
+        _outer.set((*_outer.get(), _used.get()))
+        _used.set(scope)
 
     def __exit__(self, *exc: object) -> None:
-        _used.reset(self._tokens.pop())
+        *outer, before = _outer.get()
+        _outer.set(tuple(outer))
+        _used.set(before)
 
-    def _recreate_cm(self) -> use:
-        """A decorated function may run in several threads at once: each call enters a block of its own."""
-        return use(self.rules)
+
+@contextlib.contextmanager
+def process_policy(rules: str) -> Iterator[None]:
+    """Put policy `rules` over the policy of the whole process, for the length of a block.
+
+    For tools and tests that must reach threads they did not start, autograd's among them, where no `use` is visible.
+    Not to be entered by two threads at once.
+    """
+    global _process
+    before = process_scope()
+    _process = before.extended(rules, "triptych.scope.process_policy")
+    try:
+        yield
+    finally:
+        _process = before
 
 
 def environment_text() -> str | None:
@@ -144,8 +165,10 @@ def rank() -> int:
 
 
 def _forget_selections() -> None:
-    if _process is not None:
-        _process.forget()
+    with _lock:
+        scopes = list(_scopes)
+    for scope in scopes:
+        scope.forget()
 
 
 def _after_fork() -> None:

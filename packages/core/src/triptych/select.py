@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from triptych.backend import Backend
+from triptych.backend import Backend, ask
 from triptych.call import Call
-from triptych.errors import PluginError, Refused
+from triptych.errors import PluginError, Refused, TriptychError
 from triptych.opspec import PhaseFunction
 from triptych.policy import AUTO, Rule
 
@@ -22,7 +22,8 @@ class Decision:
         layer: the name of the layer that asked, "" when it has none.
         rule: the rule that decided.
         chosen: the backend that runs it.
-        rejected: pairs (backend, reasons) asked before it.
+        rejected: pairs (backend, reasons) asked before it; with `auto`, broken plug-ins first.
+        broken: which of the rejected are plug-ins that do not work at all.
         distribution, version: where the chosen backend comes from.
         function: its implementation.
     """
@@ -32,6 +33,7 @@ class Decision:
     rule: Rule
     chosen: str
     rejected: tuple[tuple[str, tuple[str, ...]], ...]
+    broken: tuple[str, ...]
     distribution: str
     version: str
     function: PhaseFunction
@@ -44,12 +46,20 @@ class Decision:
             "source": self.rule.source,
             "chosen": self.chosen,
             "rejected": [{"backend": name, "reasons": list(reasons)} for name, reasons in self.rejected],
+            "broken": list(self.broken),
             "distribution": self.distribution,
             "version": self.version,
         }
 
 
-def select(call: Call, layer: str, rule: Rule, names: Sequence[str], get: Callable[[str], Backend]) -> Decision:
+def select(
+    call: Call,
+    layer: str,
+    rule: Rule,
+    names: Sequence[str],
+    get: Callable[[str], Backend],
+    prepare: Callable[[Backend, Call], None] = lambda backend, call: None,
+) -> Decision:
     """The first backend of the rule's choice that has no reason against the call.
 
     Args:
@@ -58,51 +68,68 @@ def select(call: Call, layer: str, rule: Rule, names: Sequence[str], get: Callab
         rule: the rule that decides. `auto` stands for every backend that has a priority for the call's device.
         names: all backends there are.
         get: the backend of a name; raises PluginError for a broken one.
+        prepare: called with the backend that would be chosen; a TriptychError that it raises is a reason against it.
 
     Raises:
         Refused: every backend of the choice has reasons; the text lists them all.
     """
     named = rule.choice != (AUTO,)
     rejected: list[tuple[str, tuple[str, ...]]] = []
-    for name in rule.choice if named else auto_order(call.device.type, names, get):
+    broken: list[str] = []
+    order = rule.choice
+    if not named:
+        order, causes = auto_order(call.device.type, names, get)
+        rejected += [(name, (cause,)) for name, cause in causes]
+        broken += [name for name, _ in causes]
+    for name in order:
         try:
             backend = get(name)
             reasons, function = _reasons(backend, call, named)
+            if function is not None:
+                prepare(backend, call)
         except PluginError as cause:
             reasons, function = [str(cause)], None
+            broken.append(name)
+        except TriptychError as cause:
+            reasons, function = [str(cause)], None
         if function is not None:
-            return Decision(call, layer, rule, name, tuple(rejected), backend.distribution, backend.version, function)
+            origin = (backend.distribution, backend.version)
+            return Decision(call, layer, rule, name, tuple(rejected), tuple(broken), *origin, function)
         rejected.append((name, tuple(reasons)))
     raise Refused(refusal_text(call, layer, rule, rejected), tuple(rejected))
 
 
-def auto_order(device_type: str, names: Sequence[str], get: Callable[[str], Backend]) -> tuple[str, ...]:
+def auto_order(
+    device_type: str, names: Sequence[str], get: Callable[[str], Backend]
+) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
     """The backends that `auto` stands for on a device type: by priority, highest first, then by name.
 
-    A broken plug-in has no priority and is left out; `triptych info` shows it.
+    Also those that are broken, with their causes: whether they would have had a place cannot be known.
     """
-    ranked = []
+    ranked, broken = [], []
     for name in names:
         try:
-            priority = get(name).priority(device_type)
-        except PluginError:
+            priority = ask(get(name), "priority", device_type)
+        except PluginError as cause:
+            broken.append((name, str(cause)))
             continue
         if priority is not None:
             ranked.append((-priority, name))
-    return tuple(name for _, name in sorted(ranked))
+    return tuple(name for _, name in sorted(ranked)), tuple(broken)
 
 
 def _reasons(backend: Backend, call: Call, named: bool) -> tuple[list[str], PhaseFunction | None]:
-    reasons = list(backend.reasons_unavailable())
-    if not reasons and call.op not in backend.ops():
-        reasons.append(f"it does not implement {call.op}; it implements {', '.join(backend.ops()) or 'nothing'}.")
+    reasons = list(ask(backend, "reasons_unavailable"))
+    ops = ask(backend, "ops")
+    if not reasons and call.op not in ops:
+        reasons.append(f"it does not implement {call.op}; it implements {', '.join(ops) or 'nothing'}.")
     if not reasons:
-        reasons += backend.reasons_against(call)
+        reasons += ask(backend, "reasons_against", call)
         if not named:
-            reasons += backend.reasons_against_auto(call)
+            reasons += ask(backend, "reasons_against_auto", call)
     if reasons:
         return reasons, None
-    function = backend.implementation(call.op, call.phase)
+    function: PhaseFunction | None = ask(backend, "implementation", call.op, call.phase)
     if function is None:
         return [f"it implements {call.op} but not its {call.phase}."], None
     return [], function

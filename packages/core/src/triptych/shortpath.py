@@ -116,15 +116,8 @@ def call_source(spec: OpSpec) -> str:
             f"{name}.data_ptr() & 15"
         )
         if name in optional:
-            lines += [
-                f"    if {name} is None:",
-                f"        {name}_grad = False",
-                f"        {name}_key = None",
-                "    else:",
-                f"        {name}_grad = grad and {name}.requires_grad",
-                f"        {name}_key = ({metadata}, {name}_grad)",
-            ]
-            parts.append(f"{name}_key")
+            lines.append(f"    {name}_grad = grad and {name} is not None and {name}.requires_grad")
+            parts.append(f"None if {name} is None else ({metadata}, {name}_grad)")
         else:
             lines.append(f"    {name}_grad = grad and {name}.requires_grad")
             parts += [metadata, f"{name}_grad"]
@@ -133,9 +126,13 @@ def call_source(spec: OpSpec) -> str:
         f"{name} is not None and {name}.is_meta" if name in optional else f"{name}.is_meta" for name in tensors
     )
     lines += [
-        f"    key = ({', '.join(parts)})",
-        "    scope = used_scope() or current_scope()",
-        "    plan = scope.plans.get(key)",
+        "    try:",
+        f"        key = ({', '.join(parts)})",
+        "        scope = used_scope() or current_scope()",
+        "        plan = scope.plans.get(key)",
+        "    except (TypeError, RuntimeError):",  # a scalar that has no hash, a tensor that has no strides
+        f"        op.spec.check({arguments})",
+        "        raise",
         f"    if plan is None and ({meta}): {elsewhere}",
         "    index = op.next_forward()",
         f"    if {needs_grad}:",

@@ -15,6 +15,11 @@ class CudaBackend(PackageBackend):
         reasons = [part.reasons_unavailable() for part in (parts.CPU, parts.CUDA)]
         return [reason for each in reasons for reason in each] if all(reasons) else []
 
+    def prepare(self, call: Call) -> None:
+        from triptych_cuda import parts
+
+        parts.BY_DEVICE[call.device.type].module()
+
     def reasons_against_auto(self, call: Call) -> list[str]:
         from triptych_cuda import parts
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.machinery
 import importlib.util
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,14 +87,20 @@ class Part:
             )
         raise BuildError(self._failure)
 
+    def after_fork(self) -> None:
+        """The lock of a build that another thread was making at the fork would never be released in the child."""
+        self._lock = threading.Lock()
+
 
 CPU = Part("cpu")
 CUDA = Part("cuda")
+os.register_at_fork(after_in_child=CPU.after_fork)
+os.register_at_fork(after_in_child=CUDA.after_fork)
 BY_DEVICE = {"cpu": CPU, "cuda": CUDA}
 
 
 def module_for(tensor: torch.Tensor) -> ModuleType:
-    """The extension module for the tensor's device. `reasons_against` has accepted the call, so there is one."""
+    """The extension module for the tensor's device. `prepare` has loaded it; a direct call of an op may load it now."""
     part = CUDA if tensor.is_cuda else CPU
     return part._module or part.module()
 

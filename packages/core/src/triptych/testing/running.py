@@ -28,12 +28,8 @@ def under(rules: str) -> Iterator[None]:
     Unlike `triptych.use`, it reaches autograd's own threads, on which backward of a compiled graph selects.
     """
     assert scope.used() is None, "the suite sets the policy of the process; leave the triptych.use block first"
-    before = scope.process_scope()
-    scope._process = before.extended(rules, "triptych.testing")
-    try:
+    with scope.process_policy(rules):
         yield
-    finally:
-        scope._process = before
 
 
 def counts() -> Counter[tuple[str, str, str]]:

@@ -32,7 +32,7 @@ def others(subject: Subject, case: Case) -> tuple[str, ...]:
 
     One that keeps out of `auto` is an experiment: its faults must not be blamed on the subject.
     """
-    names = auto_order(case.device_type, registry.backends.names(), registry.backends.get)
+    names, _ = auto_order(case.device_type, registry.backends.names(), registry.backends.get)
     return tuple(name for name in names if name != subject.backend and _runs_both(Subject(name), case))
 
 
