@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import triptych
-from triptych import registry
+from triptych import intercept, registry
+from triptych.checks import forget, parse_checks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = ("--steps", "4", "--batch", "2", "--length", "16", "--dim", "16", "--heads", "2", "--device", "cpu")
@@ -197,31 +198,41 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return lambda name: monkeypatch.setenv("SHAKY_FAULT", name)
 
 
-def gradients(policy: str, *shape: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    """y, h, y's norm, and every gradient of one pass through both ops under `policy`."""
+def gradients(backend: str, *shape: int, dtype: torch.dtype = torch.float32, **others: str) -> tuple[torch.Tensor, ...]:
+    """y, h, y's norm, and every gradient of one pass through both ops.
+
+    Asserts that everything ran on `backend`, but for the phases in `others`: `rms_norm_backward="composite"`.
+    """
+    phases = {f"{op}_{phase}": (op, phase) for op in ("rms_norm", "add_rms_norm") for phase in ("forward", "backward")}
+    assert others.keys() <= phases.keys()
+    policy = ";".join([backend, *(f"{'.'.join(phases[each])}={other}" for each, other in others.items())])
     generator = torch.Generator().manual_seed(0)
     x, residual, dy = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
     weight = torch.randn(shape[-1], generator=generator).to(dtype)
     leaves = [leaf.requires_grad_() for leaf in (x, residual, weight)]
-    with triptych.use(policy):
-        y, h = triptych.add_rms_norm(x, residual, weight, eps=1e-6)
-        z = triptych.rms_norm(y, weight, eps=1e-6)
-        torch.autograd.backward(((z + h) * dy).sum())
-    return (y.detach(), h.detach(), z.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None))
+    results: list[torch.Tensor] = []
+
+    def work() -> None:
+        with triptych.use(policy):
+            y, h = triptych.add_rms_norm(x, residual, weight, eps=1e-6)
+            z = triptych.rms_norm(y, weight, eps=1e-6)
+            torch.autograd.backward(((z + h) * dy).sum())
+            results.extend((y.detach(), h.detach(), z.detach()))
+
+    ran = ran_during(work)
+    assert ran == {(*phases[each], others.get(each, backend)): 1 for each in phases}
+    return (*results, *(leaf.grad for leaf in leaves if leaf.grad is not None))
 
 
 def same(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
-    return len(found) == len(expected) and all(map(torch.allclose, found, expected))
+    """Bit for bit: shaky's kernels are the composites."""
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("shape", [(32,), (5, 32), (2, 3, 32), (2, 1, 32), (2, 3, 2, 32), (0, 32)])
-def test_healthy_shaky_equals_torch(fault: Callable[[str], None], shape: tuple[int, ...]) -> None:
+def test_healthy_shaky_is_the_composite(fault: Callable[[str], None], shape: tuple[int, ...]) -> None:
     fault("none")
-    found: list[tuple[torch.Tensor, ...]] = []
-    ran = ran_during(lambda: found.append(gradients("shaky", *shape)))
-    assert {backend for _, _, backend in ran} == {"shaky"}
-    assert len(ran) == 4
-    assert same(found[0], gradients("torch", *shape))
+    assert same(gradients("shaky", *shape), gradients("composite", *shape))
 
 
 def test_shaky_is_never_in_auto() -> None:
@@ -234,11 +245,12 @@ def test_shaky_is_never_in_auto() -> None:
 def test_s2_is_the_default_and_breaks_three_dimensions_in_backward_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHAKY_FAULT", raising=False)
     for shape in ((5, 32), (4, 1, 32), (32,)):
-        assert same(gradients("shaky", *shape), gradients("torch", *shape))
-    assert same(gradients("shaky;rms_norm.backward=torch", 2, 3, 32), gradients("torch", 2, 3, 32))
+        assert same(gradients("shaky", *shape), gradients("composite", *shape))
+    mixed = gradients("shaky", 2, 3, 32, rms_norm_backward="composite")
+    assert same(mixed, gradients("composite", 2, 3, 32))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="out of bounds for storage"):
-            gradients("torch;rms_norm.backward=shaky", 2, 3, 32)
+            gradients("composite", 2, 3, 32, rms_norm_backward="shaky")
 
 
 def test_nan_strikes_at_the_seventh_call_of_the_process_whoever_ran_the_others() -> None:
@@ -272,7 +284,7 @@ def test_hang_sleeps_at_the_fifth_call(fault: Callable[[str], None], monkeypatch
             with pytest.raises(Struck):
                 gradients("shaky", 2, 3, 32)
         else:
-            assert same(gradients("shaky", 2, 3, 32), gradients("torch", 2, 3, 32))
+            assert same(gradients("shaky", 2, 3, 32), gradients("composite", 2, 3, 32))
 
 
 def test_abort_ends_the_process_in_add_rms_norm_backward(
@@ -280,22 +292,39 @@ def test_abort_ends_the_process_in_add_rms_norm_backward(
 ) -> None:
     fault("abort")
     monkeypatch.setattr(os, "abort", strike)
-    assert same(gradients("shaky;add_rms_norm.backward=torch", 2, 3, 32), gradients("torch", 2, 3, 32))
+    mixed = gradients("shaky", 2, 3, 32, add_rms_norm_backward="composite")
+    assert same(mixed, gradients("composite", 2, 3, 32))
     with pytest.raises(Struck):
-        gradients("torch;add_rms_norm.backward=shaky", 2, 3, 32)
+        gradients("composite", 2, 3, 32, add_rms_norm_backward="shaky")
 
 
-def test_pair_is_wrong_only_together(fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pair_is_wrong_only_together(fault: Callable[[str], None]) -> None:
     fault("pair")
-    expected = gradients("torch", 2, 3, 32)
+    expected = gradients("composite", 2, 3, 32)
     module = importlib.import_module("triptych_shaky.ops.rms_norm")
-    for policy in ("torch;rms_norm.forward=shaky", "torch;rms_norm.backward=shaky", "torch;add_rms_norm=shaky"):
-        monkeypatch.setattr(module, "_workspaces", {})
-        assert same(gradients(policy, 2, 3, 32), expected), policy
-    monkeypatch.setattr(module, "_workspaces", {})
-    *values, dx, dresidual, dw = gradients("torch;rms_norm=shaky", 2, 3, 32)
+    for alone in ("rms_norm", "add_rms_norm"):
+        module.workspaces.clear()
+        swapped = {f"{alone}_{phase}": "shaky" for phase in ("forward", "backward")}
+        assert same(gradients("composite", 2, 3, 32, **swapped), expected), alone
+    module.workspaces.clear()
+    *values, dx, dresidual, dw = gradients(
+        "composite", 2, 3, 32, rms_norm_forward="shaky", add_rms_norm_backward="shaky"
+    )
+    module.workspaces.clear()
     assert same(tuple(values), expected[:3])
     assert all(math.isnan(grad.sum().item()) for grad in (dx, dresidual, dw))
+
+
+@pytest.mark.parametrize("check", ["nonfinite", "mismatch::composite"])
+def test_pair_is_noticed_by_either_check(fault: Callable[[str], None], check: str) -> None:
+    fault("pair")
+    undo = intercept.install(*parse_checks(check, forget))
+    try:
+        with pytest.raises(triptych.CheckFailed, match=r"^add_rms_norm\.backward"):
+            gradients("composite", 2, 3, 32, rms_norm_forward="shaky", add_rms_norm_backward="shaky")
+    finally:
+        undo()
+        importlib.import_module("triptych_shaky.ops.rms_norm").workspaces.clear()
 
 
 def test_flaky_is_decided_once_a_process_and_repeats_with_a_seed(
@@ -308,7 +337,7 @@ def test_flaky_is_decided_once_a_process_and_repeats_with_a_seed(
         monkeypatch.setenv("SHAKY_SEED", str(seed))
         faults.unlucky.cache_clear()
         unlucky.append(faults.unlucky())
-    assert 30 < sum(unlucky) < 70
+    assert 80 < sum(unlucky) < 98
     for seed in (unlucky.index(True), unlucky.index(False)):
         monkeypatch.setenv("SHAKY_SEED", str(seed))
         faults.unlucky.cache_clear()
@@ -317,7 +346,7 @@ def test_flaky_is_decided_once_a_process_and_repeats_with_a_seed(
                 with pytest.raises(RuntimeError, match="lost a race"):
                     gradients("shaky", 2, 3, 32)
             else:
-                assert same(gradients("shaky", 2, 3, 32), gradients("torch", 2, 3, 32))
+                assert same(gradients("shaky", 2, 3, 32), gradients("composite", 2, 3, 32))
     faults.unlucky.cache_clear()
 
 

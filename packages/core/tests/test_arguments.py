@@ -118,3 +118,88 @@ def test_add_rms_norm_says_what_is_wrong(x: torch.Tensor, residual: Any, text: s
 def test_the_operator_checks_as_well() -> None:
     with pytest.raises(triptych.ArgumentError, match=r"weight has shape \[7\]"):
         torch.ops.triptych.rms_norm(X, torch.ones(7), 1e-6, 0.0, "after_weight", "")
+
+
+NOT_A_FLOAT = [
+    ("1e-6", "eps is a str ('1e-6'). It must be a float."),
+    (True, "eps is a bool (True). It must be a float."),
+    (torch.tensor(1e-6), "eps is a Tensor. It must be a float."),
+    (1e-6j, "eps is a complex. It must be a float."),
+    ([1e-6], "eps is a list. It must be a float."),
+]
+
+
+@pytest.mark.parametrize(("value", "text"), NOT_A_FLOAT)
+@pytest.mark.parametrize("name", ["eps", "offset"])
+def test_a_scalar_of_another_type_is_named(name: str, value: Any, text: str) -> None:
+    expected = text.replace("eps", name, 1)
+    for op, arguments in ((triptych.rms_norm, (X, W)), (triptych.add_rms_norm, (X, X, W))):
+        with triptych.use("composite"), ran() as seen, pytest.raises(triptych.ArgumentError) as raised:
+            op(*arguments, **{name: value})  # type: ignore[operator]
+        assert str(raised.value) == f"{op.__name__}: {expected}"
+        assert seen == {}
+
+
+@pytest.mark.parametrize("value", [["after_weight"], torch.ones(1), 1])
+def test_a_rounding_of_another_type_is_named(value: Any) -> None:
+    with triptych.use("composite"), ran() as seen, pytest.raises(triptych.ArgumentError) as raised:
+        triptych.rms_norm(X, W, rounding=value)
+    assert str(raised.value) == f"rms_norm: rounding is {value!r}. It must be 'after_weight' or 'before_weight'."
+    assert seen == {}
+
+
+def test_whole_numbers_are_numbers() -> None:
+    with triptych.use("composite"), ran() as seen:
+        assert torch.equal(triptych.rms_norm(X, W, eps=1, offset=1), triptych.rms_norm(X, W, eps=1.0, offset=1.0))
+    assert seen == {("rms_norm", "forward", "composite"): 2}
+
+
+STRIDED = "It must be a plain, strided tensor"
+NESTED = (
+    "is a nested tensor. It must be a plain, strided one. Pass {0}.values() of a jagged tensor, or "
+    "torch.nested.to_padded_tensor({0}, 0.0)."
+)
+UNPLAIN = {
+    "sparse": (lambda: torch.ones(2, 8).to_sparse(), f"has layout torch.sparse_coo. {STRIDED}; pass {{0}}.to_dense()."),
+    "csr": (
+        lambda: torch.ones(2, 8).to_sparse_csr(),
+        f"has layout torch.sparse_csr. {STRIDED}; pass {{0}}.to_dense().",
+    ),
+    "mkldnn": (lambda: torch.ones(2, 8).to_mkldnn(), f"has layout torch._mkldnn. {STRIDED}; pass {{0}}.to_dense()."),
+    "quantized": (
+        lambda: torch.quantize_per_tensor(torch.ones(2, 8), 0.1, 0, torch.quint8),
+        "is a quantized tensor. It must be a floating-point one; pass {0}.dequantize().",
+    ),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2, 8)]), NESTED),
+    "jagged": (lambda: torch.nested.nested_tensor([torch.ones(2, 8)], layout=torch.jagged), NESTED),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's, on making such tensors
+@pytest.mark.parametrize("kind", UNPLAIN)
+@pytest.mark.parametrize("place", ["x", "residual", "weight"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_tensor_without_strides_of_its_own_is_refused(kind: str, place: str, grad: bool) -> None:
+    make, text = UNPLAIN[kind]
+    other = X.clone().requires_grad_(grad)
+    given = {"x": other, "residual": other, "weight": W, place: make()}
+    with triptych.use("composite"), ran() as seen, pytest.raises(triptych.ArgumentError) as raised:
+        triptych.add_rms_norm(given["x"], given["residual"], given["weight"], eps=1e-6)
+    assert str(raised.value) == f"add_rms_norm: {place} {text.format(place)}"
+    if place != "residual":
+        with triptych.use("composite"), pytest.raises(triptych.ArgumentError) as raised:
+            triptych.rms_norm(given["x"], given["weight"])
+        assert str(raised.value) == f"rms_norm: {place} {text.format(place)}"
+    assert seen == {}
+
+
+def test_an_eps_that_follows_from_a_size_is_a_number_to_a_compiler() -> None:
+    """It is a symbol while a function with dynamic shapes is traced, and a float when it reaches the op."""
+    compiled = torch.compile(
+        lambda x: triptych.rms_norm(x, eps=0.1 * x.shape[0]), backend="eager", dynamic=True, fullgraph=True
+    )
+    with triptych.use("composite"), ran() as seen:
+        for rows in (2, 3, 5):
+            x = torch.ones(rows, 8)
+            assert torch.equal(compiled(x), triptych.rms_norm(x, eps=0.1 * rows))
+    assert seen == {("rms_norm", "forward", "composite"): 6}

@@ -18,6 +18,7 @@ from triptych import capture, layers, registry, scope
 from triptych.backend import Backend
 from triptych.call import Call
 from triptych.capture.capturing import Capturer
+from triptych.cli.app import main
 from triptych.errors import EnvironmentVariableError, PolicyError, Refused, UsageError
 from triptych.opspec import PhaseFunction, Tensors
 
@@ -316,11 +317,80 @@ def test_replay_of_what_cannot_run_is_an_error(capturing: Callable[..., Path]) -
     step()
     (path,) = folder.iterdir()
     made = capture.load(path)
-    with pytest.raises(PolicyError, match=r"^the backend to replay on rule 1, \"trch\": there is no backend 'trch'"):
-        capture.replay(made, "trch")
     with registry.backends.added("wrong", Wrong(lambda args, outputs: outputs)):
-        with pytest.raises(Refused, match="it has no backward"):
+        with pytest.raises(
+            Refused, match=r'on \'wrong\' \(the backend to replay on, "wrong"\)\n  - it has no backward'
+        ):
             capture.replay(made, "wrong")
+
+
+KNOWN = ", ".join(registry.backends.names())
+INSTEAD = ", ".join(sorted((*registry.backends.names(), "reference")))
+
+
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [
+        (("trch",), "The backend to replay on is 'trch'; there is no such backend. Did you mean 'torch'?"),
+        (("",), f"The backend to replay on is ''; there is no such backend. Known: {KNOWN}."),
+        (("auto",), f"The backend to replay on is 'auto'; there is no such backend. Known: {KNOWN}."),
+        (("*=torch",), "The backend to replay on is '*=torch'; there is no such backend. Did you mean 'torch'?"),
+        (("reference",), f"The backend to replay on is 'reference'; there is no such backend. Known: {KNOWN}."),
+        (
+            ("torch", "torch,composite"),
+            "The backend to compare with is 'torch,composite'; there is no such backend. Did you mean 'composite'?",
+        ),
+        (
+            ("torch", "composite;torch"),
+            "The backend to compare with is 'composite;torch'; there is no such backend. Did you mean 'composite'?",
+        ),
+        (("torch", ""), f"The backend to compare with is ''; there is no such backend. Known: {INSTEAD}."),
+        (
+            ("torch", "refrence"),
+            "The backend to compare with is 'refrence'; there is no such backend. Did you mean 'reference'?",
+        ),
+    ],
+)
+def test_replay_takes_one_backend(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: tuple[str, ...], error: str
+) -> None:
+    made = captured(torch.ones(2, 8), None, tmp_path / "c")
+    error += " Name one backend; a policy will not do."
+    with pytest.raises(UsageError) as raised:
+        capture.replay(made, *names)
+    assert str(raised.value) == error
+    options = [f"--{option}={name}" for option, name in zip(("backend", "against"), names, strict=False)]
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", str(tmp_path / "c"), *options])
+    assert (ended.value.code, capsys.readouterr()) == (2, ("", f"triptych: {error}\n"))
+
+
+def test_a_capture_of_a_backend_that_is_not_here_says_so(tmp_path: Path) -> None:
+    made = captured(torch.ones(2, 8), None, tmp_path / "c", backend="gone")
+    with pytest.raises(UsageError) as raised:
+        capture.replay(made)
+    assert str(raised.value) == (
+        f"The backend that the call was captured on is 'gone'; there is no such backend. Known: {KNOWN}. "
+        "Name one backend; a policy will not do."
+    )
+    assert capture.replay(made, "torch").agrees
+
+
+def test_replay_of_an_overflow(tmp_path: Path) -> None:
+    x, weight = torch.full((2, 8), 2.0, dtype=torch.float16), torch.full((8,), 6e4, dtype=torch.float16)
+    x[:, 0] = 7.0
+
+    def lost(args: tuple[Any, ...], outputs: Tensors) -> Tensors:
+        outputs[0][1, 0] = 65504.0
+        return outputs
+
+    made = captured(x, weight, tmp_path / "c")
+    for against in ("reference", "composite"):
+        result = capture.replay(made, against=against)
+        assert (result.agrees, result.outputs[0].nonfinite) == (True, 2), str(result)
+        with registry.backends.added("wrong", Wrong(lost)):
+            result = capture.replay(made, "wrong", against)
+        assert (result.differences[0].index, result.differences[0].count) == ((1, 0), 1)
 
 
 def test_loading_what_is_no_capture_is_an_error(tmp_path: Path) -> None:
@@ -389,3 +459,14 @@ def test_the_script_runs_alone(tmp_path: Path, distribution: Callable[..., Path]
     assert "against 'composite': y is off in 24 of 24 elements, first at [0, 0]: " in wrong.stdout
     unknown = run("--backend", "trch")
     assert (unknown.returncode, "Did you mean 'torch'?" in unknown.stderr) == (2, True)
+
+
+def test_nothing_is_captured_while_a_graph_is_recorded(
+    capturing: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = capturing("rms_norm")
+    monkeypatch.setattr("triptych.capture.capturing.is_recorded", lambda device: device.type == "cpu")
+    triptych.rms_norm(torch.ones(2, 8))
+    assert list(folder.iterdir()) == []
+    (record,) = caplog.records
+    assert record.getMessage().endswith("was not captured: its stream is being recorded into a CUDA graph.")

@@ -15,6 +15,7 @@ import triptych
 from triptych import checks, layers, registry, scope, trace
 from triptych.backend import Backend
 from triptych.call import Call
+from triptych.compare import agreement, plain, relative
 from triptych.errors import CheckFailed, EnvironmentVariableError, PolicyError, Refused
 from triptych.opspec import PhaseFunction, Tensors
 
@@ -138,6 +139,52 @@ def test_mismatch_never_takes_nan_for_right(check: Callable[[str], Path]) -> Non
     with registry.backends.added("planted", Planted("forward", at_one_element(float("nan")))):
         with pytest.raises(CheckFailed, match=r"nan instead of"):
             step()
+
+
+def overflowing(dtype: torch.dtype = torch.float16) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs whose first column alone leaves float16."""
+    weight = torch.ones(8)
+    weight[0] = 6e4
+    return torch.tensor([[7.0, 1, 2, 3, -4, 5, 6, 7]], dtype=dtype).repeat(3, 1), weight.to(dtype)
+
+
+@pytest.mark.parametrize("text", ["mismatch::torch", "mismatch:0.01:torch"])
+def test_what_overflows_on_both_backends_agrees(check: Callable[[str], Path], text: str) -> None:
+    path = check(text)
+    assert triptych.rms_norm(*overflowing()).isinf().sum() == 3
+    assert checks.read_findings(path) == ()
+
+
+@pytest.mark.parametrize("text", ["mismatch::torch", "mismatch:0.01:torch"])
+@pytest.mark.parametrize(
+    ("place", "value"), [(5, 60.0), (0, 60000.0), (0, float("-inf")), (0, float("nan")), (5, float("inf"))]
+)
+def test_an_overflow_hides_nothing_that_is_wrong(
+    check: Callable[[str], Path], text: str, place: int, value: float
+) -> None:
+    def fault(args: tuple[Any, ...], outputs: Tensors) -> Tensors:
+        outputs[0][1, place] = value
+        return outputs
+
+    with registry.backends.added("planted", Planted("forward", fault)):
+        path = check(text, "planted")
+        with pytest.raises(CheckFailed, match=r"y is off in 1 of 24 elements"):
+            triptych.rms_norm(*overflowing())
+    (finding,) = checks.read_findings(path)
+    assert (finding.difference["index"], finding.difference["got"]) == ([1, place], plain(value))
+
+
+def test_an_infinity_never_lies_within_a_tolerance() -> None:
+    infinite, one = torch.tensor([torch.inf]), torch.tensor([1.0])
+    assert not agreement(infinite, one, infinite).any()
+    assert not agreement(one, infinite, infinite).any()
+    assert not agreement(infinite, -infinite, infinite).any()
+    assert agreement(infinite, infinite, torch.zeros(1)).all()
+
+
+def test_a_relative_tolerance_is_of_the_finite_values() -> None:
+    wanted = (torch.tensor([torch.inf, -2.0, torch.nan]), torch.tensor([torch.inf]), torch.empty(0))
+    assert [float(each) for each in relative(wanted, 0.5)] == [1.0, 0.0, 0.0]
 
 
 def test_mismatch_sees_a_wrong_shape(check: Callable[[str], Path]) -> None:
@@ -291,3 +338,16 @@ def test_findings_that_cannot_be_written_are_an_error(
     assert str(raised.value) == (
         f"TRIPTYCH_FINDINGS is '{path}': No such file or directory. Name a file that can be written, in a folder that exists."
     )
+
+
+def test_nothing_is_checked_while_a_graph_is_recorded(
+    check: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with registry.backends.added("planted", Planted("forward", at_one_element(float("nan")))):
+        for text in ("nonfinite", "mismatch::torch"):
+            check(text, "planted")
+            with monkeypatch.context() as patch:
+                patch.setattr(checks, "is_recorded", lambda device: device.type == "cpu")
+                assert triptych.rms_norm(X).isnan().any()
+            with pytest.raises(CheckFailed):
+                triptych.rms_norm(X)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from spies import ran, spying
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import triptych
@@ -147,9 +149,33 @@ def test_tensor_subclasses_and_modes_go_through_the_operator() -> None:
     x = torch.randn(2, 4).as_subclass(Wrapped)
     with triptych.use("torch"), ran() as seen:
         assert torch.equal(torch.Tensor(triptych.rms_norm(x)), triptych.rms_norm(torch.Tensor(x)))
-        with torch.device("cpu"):  # a function mode
+        with Watching() as mode:
             triptych.rms_norm(torch.ones(2, 4))
+        assert mode.saw("rms_norm")
     assert seen == {("rms_norm", "forward", "torch"): 3}
+
+
+class Watching(TorchFunctionMode):
+    """Keeps the names of the functions that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+    def saw(self, name: str) -> bool:
+        return any(f"triptych.{name}" in each for each in self.names)
+
+
+def test_a_default_device_costs_no_detour() -> None:
+    x = leaf(2, 4)
+    with torch.device("cpu"), triptych.use("composite"), ran() as seen:
+        y = triptych.rms_norm(x)
+    assert type(y.grad_fn).__name__ == "triptych.rms_normBackward"  # the short path's, not the operator's
+    assert seen == {("rms_norm", "forward", "composite"): 1}
 
 
 def test_meta_and_fake_tensors_run_nothing() -> None:
@@ -203,19 +229,102 @@ def test_a_second_derivative_is_an_error_on_both_paths() -> None:
     for call in (triptych.rms_norm, lambda x: torch.ops.triptych.rms_norm(x, None, 1e-6, 0.0, "after_weight", "")[0]):
         x = leaf(2, 4)
         (dx,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
-        with pytest.raises(NotImplementedError, match="rms_norm was differentiated twice"):
+        with pytest.raises(triptych.TriptychError, match="rms_norm was differentiated twice") as raised:
             dx.sum().backward()
+        assert isinstance(raised.value, NotImplementedError)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_recomputes_and_gives_the_same_gradients(reentrant: bool) -> None:
     x, w = leaf(3, 8), leaf(8)
-    expected = torch.autograd.grad(triptych.rms_norm(x, w).square().sum(), (x, w))
+    with triptych.use("composite"):
+        expected = torch.autograd.grad(triptych.rms_norm(x, w).square().sum(), (x, w))
     with triptych.use("composite"), ran() as seen:
         y = checkpoint(lambda a, b: triptych.rms_norm(a, b), x, w, use_reentrant=reentrant)
         y.square().sum().backward()
     assert seen == {("rms_norm", "forward", "composite"): 2, ("rms_norm", "backward", "composite"): 1}
-    torch.testing.assert_close((x.grad, w.grad), expected)
+    assert x.grad is not None
+    assert w.grad is not None
+    assert torch.equal(x.grad, expected[0])
+    assert torch.equal(w.grad, expected[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_whoever_observes_the_dispatcher_sees_the_operator() -> None:
+    """A trace that missed the kernel would replay its empty outputs."""
+    layer = triptych.layers.RMSNorm(8).requires_grad_(False)
+    with triptych.use("composite"):
+        traced = torch.jit.trace(layer, torch.randn(4, 8))
+        x = torch.randn(3, 8)
+        with ran() as seen:
+            assert torch.equal(traced(x), layer(x))
+    assert seen == {("rms_norm", "forward", "composite"): 2}
+    assert "triptych::rms_norm" in str(traced.graph)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_derivatives_that_do_not_exist_are_errors_not_zeros() -> None:
+    from torch.autograd import forward_ad
+
+    x, t = torch.randn(2, 4), torch.ones(2, 4)
+    with triptych.use("composite"), ran() as seen:
+        with pytest.raises(triptych.DerivativeError, match="rms_norm was called under forward-mode differentiation"):
+            torch.func.jvp(triptych.rms_norm, (x,), (t,))
+        with forward_ad.dual_level(), pytest.raises(triptych.DerivativeError, match="under forward-mode"):
+            triptych.rms_norm(forward_ad.make_dual(x, t))
+        with forward_ad.dual_level():
+            triptych.rms_norm(x)  # no tangent: nothing would be lost
+        with pytest.raises(triptych.DerivativeError, match=r"rms_norm was called under torch\.func\.grad"):
+            torch.func.grad(lambda x: triptych.rms_norm(x).sum())(x)
+    assert seen == {("rms_norm", "forward", "composite"): 1}
+
+
+def test_eager_backward_through_the_operator_runs_as_forwards_block_said() -> None:
+    x = leaf(2, 4)
+    with triptych.use("composite"), Watching(), ran() as seen:
+        y = triptych.rms_norm(x)
+    assert seen == {("rms_norm", "forward", "composite"): 1}
+    with triptych.use("torch"), ran() as seen:
+        y.sum().backward()
+    assert seen == {("rms_norm", "backward", "composite"): 1}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "text"),
+    [
+        (lambda y, rstd: None, "returned a NoneType. It must return a tuple of tensors: y, rstd."),
+        (lambda y, rstd: y, "returned a Tensor. It must return a tuple of tensors: y, rstd."),
+        (lambda y, rstd: (y, 1.0), "returned a tuple of Tensor, float. It must return a tuple of tensors: y, rstd."),
+        (lambda y, rstd: (y,), "returned 1 tensors. It must return 2: y, rstd."),
+        (lambda y, rstd: (y, rstd, y), "returned 3 tensors. It must return 2: y, rstd."),
+        (
+            lambda y, rstd: (y[:1], rstd),
+            "returned y as [1, 4] in torch.float32 on cpu. It must be [2, 4] in torch.float32 on cpu.",
+        ),
+        (
+            lambda y, rstd: (y, rstd.double()),
+            "returned rstd as [2] in torch.float64 on cpu. It must be [2] in torch.float32 on cpu.",
+        ),
+    ],
+)
+def test_what_a_backend_returns_is_checked(outputs: Any, text: str) -> None:
+    class Bad(Backend):
+        def ops(self) -> tuple[str, ...]:
+            return ("rms_norm",)
+
+        def implementation(self, op: str, phase: str) -> Any:
+            return lambda *args: outputs(*registry.ops.get(op).phase(phase).composite(*args))
+
+    calls = [lambda: triptych.rms_norm(torch.ones(2, 4))]
+    if "as [" not in text:
+        calls.append(lambda: torch.ops.triptych.rms_norm(torch.ones(2, 4), None, 1e-6, 0.0, "after_weight", ""))
+    for call in calls:
+        with registry.backends.added("bad", Bad("bad")), triptych.use("bad"):
+            with pytest.raises(triptych.PluginError) as raised:
+                call()
+        assert str(raised.value) == (
+            f"rms_norm.forward on backend 'bad' {text} Report it to the authors of that backend, or choose another."
+        )
 
 
 def test_selections_do_not_pile_up_without_bound() -> None:

@@ -11,6 +11,7 @@ import torch
 import triptych
 from triptych import environment, scope
 from triptych.errors import EnvironmentVariableError, PolicyError
+from triptych.run import preflight
 
 X = torch.ones(2, 8)
 
@@ -96,6 +97,49 @@ def test_a_wrong_file_is_an_error(fresh_scope: Path, text: str, error: str) -> N
     with pytest.raises(PolicyError) as raised:
         triptych.rms_norm(X)
     assert str(raised.value) == error.format(path=path)
+
+
+@pytest.mark.parametrize("value", ['"torch"', '["torch"]', "3"])
+def test_a_table_that_is_none_is_an_error(fresh_scope: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    path = fresh_scope / "pyproject.toml"
+    path.write_text(f"[tool]\ntriptych = {value}\n")
+    error = (
+        f"{path}: tool.triptych is {value.replace(chr(34), chr(39))}. It must be a table. "
+        'Write [tool.triptych] and under it backend = "rules" or backend = ["rule", "rule"].'
+    )
+    for read in (environment.configured, lambda: preflight.check_environment({}), lambda: triptych.rms_norm(X)):
+        with pytest.raises(PolicyError) as raised:
+            read()
+        assert str(raised.value) == error
+
+
+def test_what_is_configured(fresh_scope: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.configured() is None
+    path = fresh_scope / "pyproject.toml"
+    path.write_text("tool = 3")
+    assert environment.configured() is None
+    path.write_text('[tool.triptych]\nbackend = ["auto", "rms_norm=torch"]\n')
+    assert environment.configured() == ("auto;rms_norm=torch", str(path))
+    path.write_text("[tool.triptych]\n")
+    assert environment.configured() == ("", str(path))
+    monkeypatch.setattr(environment, "working_directory", lambda: None)
+    assert environment.configured() is None
+
+
+def test_a_file_that_cannot_be_read_is_an_error_only_if_it_is_ours(
+    fresh_scope: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(self: Path, encoding: str | None = None) -> str:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_text", denied)
+    (fresh_scope / "pyproject.toml").touch()
+    assert environment.configured() is None
+    (fresh_scope / "triptych.toml").touch()
+    with pytest.raises(PolicyError) as raised:
+        environment.configured()
+    path = fresh_scope / "triptych.toml"
+    assert str(raised.value) == f"{path} cannot be read: Permission denied. Make it readable, or remove it."
 
 
 def test_a_file_that_is_not_toml_is_an_error(fresh_scope: Path) -> None:

@@ -91,6 +91,11 @@ def test_the_last_rule_that_matches_decides(text: str, site: dict[str, object], 
             """#120: (120 and later) or #:5 (0 to 4).""",
         ),
         (
+            "rms_norm#" + "9" * 30 + "=torch",
+            'TRIPTYCH_BACKEND rule 1, "rms_norm#' + "9" * 30 + '=torch": "#' + "9" * 30 + '" is not a set of numbers. '
+            "Write #7, #3,5, #2:9 (2 to 8), #120: (120 and later) or #:5 (0 to 4).",
+        ),
+        (
             "rms_norm%-1=torch",
             """TRIPTYCH_BACKEND rule 1, "rms_norm%-1=torch": "%-1" is not a set of numbers. Write %7, %3,5, """
             """%2:9 (2 to 8), %120: (120 and later) or %:5 (0 to 4).""",

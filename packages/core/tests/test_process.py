@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from triptych.errors import UsageError
+from triptych.run import process
 from triptych.run.process import MARK, run_trial, signal_name
 
 PYTHON = sys.executable
@@ -160,3 +162,45 @@ def test_what_cannot_start_is_an_error(tmp_path: Path) -> None:
 def test_names_of_signals() -> None:
     assert signal_name(11) == "SIGSEGV"
     assert signal_name(41) == "signal 41"
+
+
+def test_what_outlives_sigkill_is_given_up_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process, "_send", lambda processes, number: None)  # as if the kernel held them
+    monkeypatch.setattr(process, "KILLED", 0.3)
+    code = (
+        "import os, subprocess, sys, time; sleep = 'import time; time.sleep(60)';"
+        "print(os.getpid(), subprocess.Popen([sys.executable, '-c', sleep]).pid, flush=True);"
+        "time.sleep(60)"
+    )
+    began = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "subprocess .* is still running", ResourceWarning)
+        outcome = run(code, tmp_path, timeout=2.0, grace=0.1)
+    pids = numbers(outcome.log)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    assert time.monotonic() - began < 20
+    assert outcome.stuck == tuple(sorted(pids))
+    assert (outcome.timed_out, outcome.code, outcome.signal, outcome.leftovers) == (True, None, signal.SIGKILL, 2)
+    listed = ", ".join(map(str, sorted(pids)))
+    assert str(outcome).endswith(f" s; outlived SIGKILL: {listed}")
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"Process {listed} outlived SIGKILL for 0.3 seconds and was left behind: the kernel holds it, mostly in a "
+        "device's driver. Later runs on that device may fail because of it; restart the machine."
+    )
+
+
+def test_a_leader_that_cannot_be_reaped_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def held(self: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        assert timeout is not None, "nothing bounds the wait"
+        raise subprocess.TimeoutExpired("it", timeout)
+
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "subprocess .* is still running", ResourceWarning)
+        patch.setattr(subprocess.Popen, "wait", held)
+        outcome = run("import os; print(os.getpid())", tmp_path)
+    assert outcome.stuck == tuple(numbers(outcome.log))
+    assert (outcome.code, outcome.signal, outcome.leftovers) == (None, signal.SIGKILL, 0)

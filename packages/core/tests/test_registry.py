@@ -93,6 +93,33 @@ def test_an_entry_point_must_name_a_backend_of_its_name(distribution: MakeDistri
     sys.modules.pop("odd_module", None)
 
 
+@pytest.mark.parametrize("name", ["auto", "1x", "-x", "a,b", "a;b", "é"])
+def test_a_name_that_no_rule_can_mean_is_broken(distribution: MakeDistribution, name: str) -> None:
+    distribution("named", f"[triptych.backends]\n{name} = named_module:backend\n", named_module=GOOD.format(name))
+    with pytest.raises(PluginError, match="has a name that no rule can mean"):
+        group().get(name)
+
+
+def test_a_backend_whose_version_cannot_be_read_is_rejected() -> None:
+    class Torn(Backend):
+        def __init__(self) -> None:
+            self.name = "torn"  # forgets the rest
+
+        def ops(self) -> tuple[str, ...]:
+            return ("rms_norm",)
+
+        def priority(self, device_type: str) -> int:
+            return 99
+
+        def implementation(self, op: str, phase: str) -> object:  # type: ignore[override]
+            return registry.ops.get(op).phase(phase).composite
+
+    with registry.backends.added("torn", Torn()), triptych.use("auto"):
+        decision = triptych.explain("rms_norm", torch.ones(2, 4), None, 1e-6, 0.0, "after_weight")
+    assert decision.chosen != "torn"
+    assert decision.broken == ("torn",)
+
+
 def test_an_unknown_name_says_what_there_is() -> None:
     with pytest.raises(PluginError, match=r"There is no backend 'trch'\. Did you mean 'torch'\?"):
         registry.backends.get("trch")

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +46,25 @@ def test_it_decorates() -> None:
 def test_a_wrong_rule_is_an_error_at_once() -> None:
     with pytest.raises(triptych.PolicyError):
         triptych.use("trch")
+
+
+def test_what_runs_after_its_call_has_returned_cannot_be_decorated() -> None:
+    def generator():  # type: ignore[no-untyped-def]
+        yield
+
+    async def coroutine() -> None: ...
+
+    class Model: ...
+
+    for function in (generator, coroutine, Model):
+        with pytest.raises(triptych.UsageError, match=f"cannot decorate .*{function.__name__}: .*Write `with"):
+            triptych.use("composite")(function)
+
+
+@pytest.mark.parametrize("rules", [None, 5, b"torch", ["torch"]])
+def test_rules_are_a_string(rules: object) -> None:
+    with pytest.raises(triptych.UsageError, match="takes rules as a string"):
+        triptych.use(rules)  # type: ignore[arg-type]
 
 
 def test_threads_and_tasks_do_not_see_each_others_blocks() -> None:
@@ -173,3 +193,25 @@ def test_a_fork_while_another_thread_selects_does_not_hang() -> None:
     finally:
         stop.set()
         thread.join()
+
+
+@pytest.mark.parametrize("text", ["first", "-1", "1.0", "\N{SUPERSCRIPT TWO}"])
+def test_a_rank_that_is_no_number_is_an_error_before_anything_runs(
+    fresh_scope: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("RANK", text)
+    with ran() as seen, pytest.raises(triptych.EnvironmentVariableError) as raised:
+        triptych.rms_norm(X)
+    assert str(raised.value) == (
+        f"RANK is {text!r}. It must be this process's number, 0 or greater, as torchrun sets it. "
+        "Correct it, or unset it in a program of one process."
+    )
+    assert seen == {}
+
+
+def test_rank_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, number in (("3", 3), ("0", 0), ("", 0)):
+        monkeypatch.setenv("RANK", text)
+        assert scope.rank() == number
+    monkeypatch.delenv("RANK")
+    assert scope.rank() == 0

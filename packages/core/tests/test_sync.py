@@ -8,7 +8,7 @@ import torch
 from triptych import explain, registry
 from triptych.errors import CheckFailed
 from triptych.intercept import Invocation
-from triptych.sync import Synchroniser, can_wait
+from triptych.sync import Synchroniser, can_wait, is_recorded
 
 ARGS = (torch.ones(2, 8), None, 1e-6, 0.0, "after_weight")
 
@@ -80,3 +80,11 @@ def test_on_the_cpu_there_is_nothing_to_wait_for() -> None:
     device = Device(1)
     assert Synchroniser(wait=device.wait)(invocation(), lambda: outputs) is outputs
     assert device.waits == 0
+
+
+def test_work_that_goes_into_a_graph_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for recording in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)  # noqa: B023
+        assert is_recorded(torch.device("cuda")) is recording
+        assert can_wait(torch.device("cuda")) is not recording
+        assert not is_recorded(torch.device("cpu"))

@@ -13,7 +13,7 @@ import torch
 
 import triptych
 from triptych import dispatch, registry
-from triptych.testing import CHECKS, Case, Subject, execute, first_failure, outcomes, ran, under
+from triptych.testing import CHECKS, Case, Subject, execute, first_failure, outcomes, plugin, ran, under
 from triptych.testing.assertions import assert_no_alias, assert_same_bits, assert_within
 from triptych.testing.execution import EXCLUDED, FAILED, PASSED, SKIPPED, unmatched_exclusions
 from triptych.testing.faulty import FAULTS, planted
@@ -126,6 +126,7 @@ def test_within_accepts_the_bound_itself_and_the_infinity_that_rounding_gives() 
         (float("nan"), 1.0, float("inf")),
         (float("nan"), float("nan"), 1.0),
         (float("inf"), 1.0, 1.0),
+        (float("inf"), 1.0, float("inf")),
         (float("inf"), float("-inf"), 1.0),
     ],
 )
@@ -281,3 +282,10 @@ def test_an_exclusion_that_matches_nothing_stops_the_stub(tmp_path: Path, capsys
 
 def test_the_live_op_is_the_one_programs_call() -> None:
     assert CASE.live is dispatch.live()["rms_norm"]
+
+
+def test_complaints_are_of_the_subject_itself_not_of_one_that_is_gone() -> None:
+    wrong, right = Subject("composite", exclusions={"forward_valeus": "typing error"}), Subject("composite")
+    assert len(plugin._complaints(wrong)) == 1
+    assert plugin._complaints(right) == ()
+    assert any(known is wrong for known, _ in plugin._seen)  # kept, so that no other subject gets its id

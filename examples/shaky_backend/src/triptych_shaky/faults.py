@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from functools import cache
 
 FAULTS = {
@@ -12,8 +11,8 @@ FAULTS = {
     "nan": "rms_norm.forward writes one NaN at the 7th call of the process",
     "hang": "add_rms_norm.forward never returns from the 5th call of the process",
     "abort": "add_rms_norm.backward aborts the process",
-    "pair": "rms_norm.backward trusts a workspace that rms_norm.forward has given back: wrong only together",
-    "flaky": "rms_norm.backward raises in every second process, on average; SHAKY_SEED makes it repeatable",
+    "pair": "add_rms_norm.backward trusts a workspace that rms_norm.forward has given back: wrong only together",
+    "flaky": "rms_norm.backward raises in nine of ten processes, on average; SHAKY_SEED makes it repeatable",
     "none": "nothing: the backend is healthy",
 }
 
@@ -33,4 +32,4 @@ def mistakes() -> list[str]:
 @cache
 def unlucky() -> bool:
     """Whether this process is one of those in which `flaky` strikes."""
-    return random.Random(os.environ.get("SHAKY_SEED", f"{os.getpid()} {time.time_ns()}")).random() < 0.5
+    return random.Random(os.environ.get("SHAKY_SEED")).random() < 0.9

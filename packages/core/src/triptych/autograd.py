@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from triptych import intercept
+from triptych.errors import DerivativeError
 from triptych.opspec import Tensors
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def _backward(op: Op, plan: Plan, index: int, args: tuple[Any, ...]) -> Tensors:
     plan.backward_count()
     if intercept.active:
         return op.intercepted(plan.backward, index, args)
-    return plan.backward_run(*args)
+    outputs: Tensors = plan.backward_run(*args)
+    return outputs
 
 
 class NoSecondDerivative(torch.autograd.Function):
@@ -65,7 +67,7 @@ class NoSecondDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        raise NotImplementedError(second_derivative_text(ctx.name))
+        raise DerivativeError(second_derivative_text(ctx.name))
 
 
 def second_derivative_text(name: str) -> str:

@@ -144,10 +144,26 @@ def ask(backend: Backend, question: str, *args: object) -> Any:
     return answer
 
 
+def origin_of(backend: Backend) -> tuple[str, str]:
+    """Distribution and version of a backend.
+
+    Raises:
+        PluginError: they cannot be read.
+    """
+    try:
+        return str(backend.distribution), str(backend.version)
+    except Exception as cause:
+        raise PluginError(
+            f"Backend {backend.name!r} is broken: reading its distribution and version raised {type(cause).__name__}: "
+            f"{cause}. Report it to its authors, or choose another backend."
+        ) from cause
+
+
 def _broken(backend: Backend, question: str, what: str) -> PluginError:
+    authors = getattr(backend, "distribution", "") or "the plug-in"
     return PluginError(
-        f"Backend {backend.name!r} is broken: its {question} {what}. "
-        f"Report it to the authors of {backend.distribution or 'the plug-in'}, or choose another backend."
+        f"Backend {backend.name!r} is broken: its {question} {what}. Report it to the authors of {authors}, or choose "
+        f"another backend."
     )
 
 

@@ -33,6 +33,7 @@ from triptych.layout import clone_exactly
 from triptych.opspec import Tensors
 from triptych.policy import Policy, parse
 from triptych.select import Decision, select
+from triptych.sync import is_recorded
 
 SCHEMA = 1
 
@@ -99,7 +100,7 @@ class NonFinite:
     report: Report = forget
 
     def __call__(self, invocation: Invocation, proceed: Proceed) -> Tensors:
-        if _is_capturing(invocation):
+        if is_recorded(invocation.decision.call.device):
             return proceed()
         with torch.no_grad():
             innocent = all_finite(invocation.args)  # asked before the launch: a faulty kernel may change its inputs
@@ -129,7 +130,7 @@ class Mismatch:
     report: Report = forget
 
     def __call__(self, invocation: Invocation, proceed: Proceed) -> Tensors:
-        if _is_capturing(invocation):
+        if is_recorded(invocation.decision.call.device):
             return proceed()
         other = self._other(invocation)
         if other.chosen == invocation.decision.chosen:
@@ -186,10 +187,6 @@ def _fail(
         )
     )
     raise CheckFailed(message, signature)
-
-
-def _is_capturing(invocation: Invocation) -> bool:
-    return invocation.decision.call.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def parse_checks(text: str, report: Report) -> tuple[NonFinite | Mismatch, ...]:

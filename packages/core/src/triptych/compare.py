@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,56 +68,72 @@ def nonfinite(name: str, tensor: torch.Tensor) -> Difference | None:
     return _describe(name, torch.isfinite(tensor), tensor, None, None, "is not finite")
 
 
+def agreement(got: torch.Tensor, wanted: torch.Tensor, tolerance: torch.Tensor) -> torch.Tensor:
+    """Elementwise, whether `got` lies within `tolerance` of `wanted`, measured in float64.
+
+    An infinity agrees where `wanted`, rounded to the dtype of `got`, is the same infinity, and nowhere else, however
+    large the tolerance: both overflowed. NaN agrees with nothing.
+    """
+    error = (got.double() - wanted.double()).abs()
+    return ((error <= tolerance.double()) & (error < torch.inf)) | (got == wanted.to(got.dtype))
+
+
 def differences(
     phase: Phase, got: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...], tolerances: tuple[torch.Tensor, ...]
 ) -> tuple[Difference, ...]:
-    """Every output that does not lie within its tolerance of what was wanted, all of it. NaN lies within nothing.
+    """Every output that does not lie within its tolerance of what was wanted, all of it; see `agreement`.
 
     Args:
         phase: names the outputs.
-        got, wanted: the two results; they must agree in shape, and are compared in float64.
+        got, wanted: the two results; they must agree in shape.
         tolerances: elementwise, absolute.
     """
+    return _differences(phase, got, wanted, tolerances, agreement)
+
+
+def differences_of_nonfinite(
+    phase: Phase, got: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...], tolerances: tuple[torch.Tensor, ...]
+) -> tuple[Difference, ...]:
+    """`differences` for a call whose inputs hold NaN or infinities: NaN agrees where NaN was wanted."""
+    return _differences(phase, got, wanted, tolerances, _agreement_or_both_nan)
+
+
+def relative(wanted: tuple[torch.Tensor, ...], rtol: float) -> tuple[torch.Tensor, ...]:
+    """For each output, `rtol` times the largest magnitude among its finite values.
+
+    What overflowed has no magnitude: it must not widen the tolerance of what did not.
+    """
+    return tuple(rtol * _largest_finite(each) for each in wanted)
+
+
+def _largest_finite(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() == 0:
+        return torch.zeros((), dtype=torch.float64, device=tensor.device)
+    return torch.where(torch.isfinite(tensor), tensor, 0).double().abs().amax()
+
+
+def _agreement_or_both_nan(got: torch.Tensor, wanted: torch.Tensor, tolerance: torch.Tensor) -> torch.Tensor:
+    return agreement(got, wanted, tolerance) | (got.isnan() & wanted.isnan())
+
+
+def _differences(
+    phase: Phase,
+    got: tuple[torch.Tensor, ...],
+    wanted: tuple[torch.Tensor, ...],
+    tolerances: tuple[torch.Tensor, ...],
+    agree: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> tuple[Difference, ...]:
     found = []
     for name, mine, other, tolerance in zip(phase.outputs, got, wanted, tolerances, strict=True):
         if mine.shape != other.shape:
             text = f"has shape {list(mine.shape)} instead of {list(other.shape)}"
             found.append(Difference(name, text, mine.numel(), mine.numel()))
             continue
-        right, allowed = other.double(), tolerance.double().expand(other.shape)
-        agrees = (mine.double() - right).abs() <= allowed
-        difference = _describe(name, agrees, mine, right, allowed, "is off")
+        allowed = tolerance.double().expand(other.shape)
+        difference = _describe(name, agree(mine, other, allowed), mine, other.double(), allowed, "is off")
         if difference is not None:
             found.append(difference)
     return tuple(found)
-
-
-def differences_of_nonfinite(
-    phase: Phase, got: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...], tolerances: tuple[torch.Tensor, ...]
-) -> tuple[Difference, ...]:
-    """`differences` for a call whose inputs hold NaN or infinities: the same of these in the same place agrees."""
-    mended = []
-    for mine, other in zip(got, wanted, strict=True):
-        if mine.shape == other.shape:
-            same = (mine.isnan() & other.isnan()) | (mine.isinf() & (mine.double() == other.double()))
-            mine = torch.where(same, torch.zeros_like(mine), mine)
-            mended.append((mine, torch.where(same, torch.zeros_like(other), other), same))
-        else:
-            mended.append((mine, other, torch.zeros_like(other, dtype=torch.bool)))
-    allowed = tuple(
-        torch.where(same, torch.zeros_like(tolerance.expand(same.shape)), tolerance.expand(same.shape))
-        for (_, _, same), tolerance in zip(mended, tolerances, strict=True)
-    )
-    return differences(phase, tuple(each[0] for each in mended), tuple(each[1] for each in mended), allowed)
-
-
-def relative(wanted: tuple[torch.Tensor, ...], rtol: float) -> tuple[torch.Tensor, ...]:
-    """For each output, `rtol` times its largest magnitude."""
-    return tuple(
-        rtol
-        * (each.double().abs().amax() if each.numel() else torch.zeros((), dtype=torch.float64, device=each.device))
-        for each in wanted
-    )
 
 
 def _describe(

@@ -15,14 +15,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from triptych import intercept, refusals, registry, scope, shortpath
 from triptych.autograd import backward_of
 from triptych.backend import ask
 from triptych.call import BACKWARD, FORWARD, Call, TensorMeta
+from triptych.checking import check_outputs, check_scalars
 from triptych.counters import Counter
-from triptych.errors import ArgumentError
-from triptych.opspec import OpSpec, Tensors
+from triptych.errors import ArgumentError, DerivativeError
+from triptych.opspec import OpSpec, PhaseFunction, Tensors
 from triptych.policy import Rule
 from triptych.select import Decision, select
 
@@ -59,15 +61,31 @@ class Plan:
         results: tuple[int | None, ...],
     ) -> None:
         self.forward = forward
-        self.run = forward.function
+        self.run: PhaseFunction = forward.function
         self.count = count.next
         self.backward = backward
-        self.backward_run = None if backward is None else backward.function
+        self.backward_run: PhaseFunction | None = None if backward is None else backward.function
         self.backward_count = None if backward_count is None else backward_count.next
         self.scalars = scalars
         self.grad_metas = grad_metas
         self.needs = needs
         self.results = results
+
+    def check_first_results(self, spec: OpSpec) -> None:
+        """Have what the implementations return checked the first time they run, and not again."""
+
+        def checked(decision: Decision, attribute: str) -> PhaseFunction:
+            def run(*args: Any) -> Tensors:
+                outputs = decision.function(*args)
+                check_outputs(spec, decision, outputs, _expected(spec, decision.call.phase, args))
+                setattr(self, attribute, decision.function)
+                return outputs
+
+            return run
+
+        self.run = checked(self.forward, "run")
+        if self.backward is not None:
+            self.backward_run = checked(self.backward, "backward_run")
 
 
 class Op:
@@ -95,8 +113,8 @@ class Op:
         key = (self, phase, layer, id(rule), *map(_signature, args))
         found = now.plans.get(key)
         if found is None:
-            if phase == FORWARD:
-                self.spec.check(*args)
+            check_scalars(self.spec, args[len(self.spec.phase(phase).tensors) :], phase)
+            self.spec.check_of(phase)(*args)
             call = _call(self.spec, phase, tuple(map(_meta, args)))
             decision = _select(call, layer, rule)
             found = (decision, self.count(phase, decision.chosen))
@@ -105,7 +123,8 @@ class Op:
         count.next()
         if intercept.active:
             return self.intercepted(decision, index, args)
-        outputs: Tensors = decision.function(*args)
+        outputs = decision.function(*args)
+        check_outputs(self.spec, decision, outputs)
         return outputs
 
     def count(self, phase: str, backend: str) -> Counter:
@@ -127,8 +146,10 @@ class Op:
             metas: the *forward* arguments with a TensorMeta in place of each tensor.
             phase: for backward, every gradient is taken as wanted.
         """
-        now = scope.current()
-        rule = now.policy.rule_for(self.spec.name, phase, layer, 0, scope.rank())
+        count = self._tensor_count
+        stand_ins = (_stand_in(meta) if isinstance(meta, TensorMeta) else meta for meta in metas[:count])
+        self.spec.check(*stand_ins, *metas[count:])
+        rule = scope.current().policy.rule_for(self.spec.name, phase, layer, 0, scope.rank())
         if phase == FORWARD:
             call = _call(self.spec, phase, metas)
         else:
@@ -141,8 +162,10 @@ class Op:
 
     def through_operator(self, layer: str, *args: Any) -> Any:
         """The call as `torch.ops.triptych.<op>`, without the outputs that only backward needs."""
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+            check_scalars(self.spec, args[self._tensor_count :])
             self.spec.check(*args)  # what the schema would say of a wrong type is of no use to a user
+            _check_transforms(self.spec.name, args[: self._tensor_count])
         operator = getattr(torch.ops.triptych, self.spec.name).default
         outputs: Tensors = operator(*args, layer)
         return outputs[0] if self._kept == 1 else outputs[: self._kept]
@@ -160,6 +183,7 @@ class Op:
             if (known := now.plans.get(key)) is not None:
                 assert isinstance(known, Plan)
                 return known
+        check_scalars(self.spec, args[self._tensor_count :])
         self.spec.check(*args)
         metas = tuple(map(_meta, args))
         forward = _select(_call(self.spec, FORWARD, metas), layer, rule)
@@ -178,6 +202,7 @@ class Op:
         scalars = args[self._tensor_count :]
         count = self.count(FORWARD, forward.chosen)
         plan = Plan(forward, count, backward, backward_count, scalars, grad_metas, needs, results)
+        plan.check_first_results(self.spec)
         now.remember(key, plan)
         return plan
 
@@ -185,11 +210,7 @@ class Op:
         """The backward call that belongs to a forward call, as far as it is known before forward ran."""
         spec, count = self.spec, self._tensor_count
         device = next(meta.device for meta in metas[:count] if meta is not None)
-        stand_ins = tuple(meta if meta is None else _stand_in(meta) for meta in metas[:count])
-        outputs = tuple(
-            TensorMeta(tuple(out.shape), tuple(out.stride()), out.dtype, device)
-            for out in spec.forward.fake(*stand_ins, *metas[count:])
-        )
+        outputs = _expected(spec, FORWARD, metas)
         by_name = dict(zip(spec.forward.outputs, outputs, strict=True))
         grads = tuple(
             TensorMeta(by_name[name].shape, None, by_name[name].dtype, device, aligned=False)
@@ -197,6 +218,26 @@ class Op:
         )
         args = spec.backward_arguments(grads, metas, outputs, wanted)
         return _call(spec, BACKWARD, args), grads
+
+
+def _check_transforms(name: str, tensors: tuple[Any, ...]) -> None:
+    """Refuse the transforms for which the operator would give a wrong answer or an incomprehensible error."""
+    if forward_ad._current_level >= 0 and any(
+        isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+        for tensor in tensors
+    ):
+        raise DerivativeError(
+            f"{name} was called under forward-mode differentiation (jvp, dual numbers); Triptych's kernels have a "
+            f"reverse-mode derivative only. Where a forward-mode one is needed, compute this layer with "
+            f"torch.nn.functional."
+        )
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if transform is not None and transform.key() == torch._C._functorch.TransformType.Grad:
+        raise DerivativeError(
+            f"{name} was called under torch.func.grad or a transform built on it; Triptych's kernels are "
+            f"differentiated by torch.autograd (backward, torch.autograd.grad) only. Use those, or torch.nn.functional "
+            f"for this layer."
+        )
 
 
 def _select(call: Call, layer: str, rule: Rule) -> Decision:
@@ -218,6 +259,15 @@ def _signature(value: Any) -> Any:
 
 def _meta(value: Any) -> Any:
     return TensorMeta.of(value) if isinstance(value, torch.Tensor) else value
+
+
+def _expected(spec: OpSpec, phase: str, args: tuple[Any, ...]) -> tuple[TensorMeta, ...]:
+    """The metadata of what a phase must return for these arguments, tensors or their metadata."""
+    metas = tuple(map(_meta, args))
+    device = next(value.device for value in metas if isinstance(value, TensorMeta))
+    stand_ins = tuple(_stand_in(value) if isinstance(value, TensorMeta) else value for value in metas)
+    outputs = spec.phase(phase).fake(*stand_ins)
+    return tuple(TensorMeta(tuple(out.shape), tuple(out.stride()), out.dtype, device) for out in outputs)
 
 
 def _stand_in(meta: TensorMeta) -> torch.Tensor:

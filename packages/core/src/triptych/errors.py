@@ -4,11 +4,13 @@
     ├── UsageError (ValueError)         what was asked cannot be meant
     │   ├── PolicyError                 a rule that does not parse, or names something unknown
     │   ├── ArgumentError               an op called with tensors or scalars that do not fit together
-    │   └── EnvironmentVariableError    a TRIPTYCH_ variable that is unknown or has no valid value
+    │   └── EnvironmentVariableError    a variable that is unknown or has no valid value
     ├── Refused (RuntimeError)          no backend that the policy allows can run this call
     ├── PluginError (RuntimeError)      a plug-in is broken, missing or claimed twice
     ├── BuildError (RuntimeError)       a native part could not be compiled
-    └── CheckFailed (RuntimeError)      a check that the user switched on found a wrong result
+    ├── CheckFailed (RuntimeError)      a check that the user switched on found a wrong result
+    └── DerivativeError (NotImplementedError)
+                                        a derivative was asked for that the kernels do not have
 
 A text says what was asked, what was found, what would work and what to do, in that order.
 """
@@ -16,7 +18,8 @@ A text says what was asked, what was found, what would work and what to do, in t
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 class TriptychError(Exception):
@@ -36,7 +39,7 @@ class ArgumentError(UsageError):
 
 
 class EnvironmentVariableError(UsageError):
-    """A variable that begins with TRIPTYCH_ is unknown, or its value is not valid."""
+    """A variable that begins with TRIPTYCH_ is unknown, or the value of one that is read (RANK too) is not valid."""
 
 
 class Refused(TriptychError, RuntimeError):
@@ -44,11 +47,23 @@ class Refused(TriptychError, RuntimeError):
 
     Attributes:
         rejected: pairs (backend name, reasons), in the order in which they were asked.
+        record: the record of the decision as plain data, as `triptych.select.Decision.to_json` gives it; "chosen" is
+            None.
     """
 
-    def __init__(self, message: str, rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        rejected: tuple[tuple[str, tuple[str, ...]], ...] = (),
+        record: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(message)
         self.rejected = rejected
+        reasons = [{"backend": name, "reasons": list(sentences)} for name, sentences in rejected]
+        self.record: dict[str, Any] = {"chosen": None, "rejected": reasons, **(record or {})}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.rejected, self.record)
 
 
 class PluginError(TriptychError, RuntimeError):
@@ -69,6 +84,13 @@ class CheckFailed(TriptychError, RuntimeError):
     def __init__(self, message: str, signature: str) -> None:
         super().__init__(message)
         self.signature = signature
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.signature)
+
+
+class DerivativeError(TriptychError, NotImplementedError):
+    """A derivative was asked for that the kernels do not have: a second one, a forward-mode one."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from triptych import dispatch, registry
 from triptych.call import BACKWARD, FORWARD, PHASES, TensorMeta
+from triptych.checking import check_scalars
 from triptych.errors import UsageError, nearest
+from triptych.opspec import OpSpec
 from triptych.select import Decision
+
+
+def spec_of(op: str) -> OpSpec:
+    """What the op called `op` is.
+
+    Raises:
+        UsageError: there is no such op.
+        PluginError: its plug-in is broken.
+    """
+    if op not in registry.ops.names():
+        raise UsageError(f"There is no op {op!r}. {nearest(op, registry.ops.names())}")
+    return registry.ops.get(op)
 
 
 def explain(op: str, *args: Any, phase: str = FORWARD, layer: str = "") -> Decision:
@@ -20,15 +36,21 @@ def explain(op: str, *args: Any, phase: str = FORWARD, layer: str = "") -> Decis
         layer: the name of the calling layer, for rules with "@".
 
     Raises:
-        UsageError: there is no such op or phase.
+        UsageError: there is no such op or phase, or the arguments do not fit together.
         Refused: no backend that the policy allows can run it; the error carries the same record.
     """
-    if op not in registry.ops.names():
-        raise UsageError(f"There is no op {op!r}. {nearest(op, registry.ops.names())}")
+    spec = spec_of(op)
     if phase not in PHASES:
         raise UsageError(f"There is no phase {phase!r}. {nearest(phase, PHASES)}")
-    spec = registry.ops.get(op)
     if phase == BACKWARD and spec.backward is None:
         raise UsageError(f"{op} has no backward. Ask for its forward.")
-    metas = tuple(TensorMeta.of(value) if hasattr(value, "data_ptr") else value for value in args)
+    metas = tuple(TensorMeta.of(value) if isinstance(value, torch.Tensor) else value for value in args)
+    names = spec.forward.tensors
+    if len(metas) != len(names) + len(spec.forward.scalars):
+        wanted = ", ".join((*names, *spec.forward.scalar_names))
+        raise UsageError(f"{op} was explained with {len(metas)} arguments. Its forward takes all of: {wanted}.")
+    for name, meta in zip(names, metas, strict=False):
+        if not isinstance(meta, TensorMeta) and not (meta is None and name.endswith("?")):
+            raise UsageError(f"{op}: {name} is {meta!r}. It must be a tensor or a triptych.call.TensorMeta.")
+    check_scalars(spec, metas[len(names) :])
     return dispatch.define(spec).decide(layer, metas, phase)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from triptych.checking import check_outputs
 from triptych.opspec import OpSpec, Tensors
 from triptych.select import Decision
 
@@ -74,7 +75,9 @@ def run(invocation: Invocation) -> Tensors:
     """Run the chosen implementation inside every active interceptor, the latest installed outermost."""
 
     def proceed() -> Tensors:
-        return invocation.decision.function(*invocation.args)
+        outputs = invocation.decision.function(*invocation.args)
+        check_outputs(invocation.spec, invocation.decision, outputs)
+        return outputs
 
     for interceptor in active:
         proceed = _around(interceptor, invocation, proceed)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from triptych import files
 from triptych.errors import EnvironmentVariableError, UsageError
 
 
@@ -19,7 +20,7 @@ class Appender:
     file of its own there.)
 
     Args:
-        path: the file; it is created if need be, and never emptied.
+        path: the file, a regular one; it is created if need be, and never emptied.
         variable: the environment variable that named it, for error texts.
 
     Raises:
@@ -29,7 +30,7 @@ class Appender:
     def __init__(self, path: Path, variable: str) -> None:
         self._where = f"{variable} is {str(path)!r}"
         try:
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._file = files.open_to_append(path)
         except OSError as cause:
             raise EnvironmentVariableError(
                 f"{self._where}: {cause.strerror}. Name a file that can be written, in a folder that exists."
@@ -58,9 +59,7 @@ def read_lines(path: Path, start: int = 0) -> Iterator[tuple[int, Any]]:
         UsageError: the file cannot be read, or a line is not JSON.
     """
     try:
-        with path.open("rb") as file:
-            file.seek(start)
-            lines = file.read().split(b"\n")
+        lines = files.read_regular(path, start).split(b"\n")
     except OSError as cause:
         raise UsageError(f"{path} cannot be read: {cause.strerror}. Name a file that was written by a run.") from cause
     for number, text in enumerate(lines[:-1], start=1):

@@ -20,6 +20,17 @@ def view(
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage.untyped_storage(), offset, shape, stride)
 
 
+def materialised(value: Any) -> Any:
+    """`value`, or a copy of it where it is a tensor whose memory does not hold its elements as they are.
+
+    A tensor with the negative bit means the negated elements; a zero tensor (as forward-mode autograd makes them) has
+    no memory at all, and reading its storage ends the process.
+    """
+    if isinstance(value, torch.Tensor) and (value._is_zerotensor() or value.is_neg()):
+        return torch.zeros_like(value) if value._is_zerotensor() else value.resolve_neg()
+    return value
+
+
 def distinct_storages(args: tuple[Any, ...]) -> dict[int, torch.Tensor]:
     """For each storage behind the tensors among `args`, by its identity, one tensor that has it."""
     return {each.untyped_storage()._cdata: each for each in args if isinstance(each, torch.Tensor)}
@@ -28,6 +39,7 @@ def distinct_storages(args: tuple[Any, ...]) -> dict[int, torch.Tensor]:
 def clone_exactly(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """`args` with every tensor over a copy of its storage: same strides and offsets, shared where it was shared."""
     with torch.no_grad():
+        args = tuple(materialised(each) for each in args)
         copies = {key: whole(tensor).clone() for key, tensor in distinct_storages(args).items()}
         return tuple(_over_copy(each, copies) if isinstance(each, torch.Tensor) else each for each in args)
 

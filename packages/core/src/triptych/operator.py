@@ -4,17 +4,20 @@ The operator is opaque to tracers: it has a schema, a fake kernel and an autogra
 it runs, so that a policy switch needs no recompile. The forward operator returns everything that forward computes
 (rms_norm: y and rstd); the public functions return only what is differentiable.
 
-In a compiled or exported graph only operator outputs pass from forward to backward; backward therefore follows the
-policy that is in force when it runs.
+In eager mode backward selects under the policy that was in force in forward. In a compiled or exported graph only
+operator outputs pass from forward to backward; there backward follows the policy that is in force when it runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from triptych import scope
 from triptych.call import BACKWARD, FORWARD
+from triptych.errors import DerivativeError
 from triptych.opspec import Tensors
 
 if TYPE_CHECKING:
@@ -40,8 +43,7 @@ def _define_phase(op: Op, phase: str) -> None:
         return op.run_phase(args[-1], phase, args[:-1])
 
     def empty(*args: Any) -> Tensors:
-        if phase == FORWARD:
-            spec.check(*args[:-1])
+        spec.check_of(phase)(*args[:-1])
         return fake(*args[:-1])
 
     schema = f"{name}{spec.phase(phase).schema()}"
@@ -67,6 +69,8 @@ def _define_autograd(op: Op) -> None:
         ctx.save_for_backward(*(values[name] for name in spec.saved))
         ctx.mark_non_differentiable(*output[kept:])
         ctx.set_materialize_grads(False)
+        # Eager autograd runs backward on threads of its own, often after the block of forward's policy has ended.
+        ctx.scope = None if torch.compiler.is_compiling() else scope.current()
         ctx.likes = tuple((out.shape, out.dtype, out.device) for out in output[:kept])
 
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -77,7 +81,8 @@ def _define_autograd(op: Op) -> None:
             for grad, allowed, (shape, dtype, device) in zip(grads[:kept], optional, ctx.likes, strict=True)
         ]
         operator = getattr(torch.ops.triptych, backward_name).default
-        results = operator(*given, *ctx.saved_tensors, *ctx.scalars, *needs, ctx.layer)
+        with contextlib.nullcontext() if ctx.scope is None else scope.within(ctx.scope):
+            results = operator(*given, *ctx.saved_tensors, *ctx.scalars, *needs, ctx.layer)
         by_input: dict[str, torch.Tensor | None] = dict.fromkeys(names)
         for result, inputs, need in zip(results, spec.gradients, needs, strict=True):
             for name in inputs:
@@ -86,7 +91,7 @@ def _define_autograd(op: Op) -> None:
         return (*by_input.values(), *((None,) * len(spec.forward.scalars)), None)
 
     def refuse(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(second_derivative_text(spec.name))
+        raise DerivativeError(second_derivative_text(spec.name))
 
     torch.library.register_autograd(
         f"triptych::{spec.operator_name(FORWARD)}", backward, setup_context=setup_context, lib=_library

@@ -9,6 +9,7 @@ Conventions that every op follows, so that dispatch, the suite and bisect need n
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from triptych.call import BACKWARD, FORWARD, Scalar
+from triptych.errors import PluginError
 
 Tensors = tuple[torch.Tensor, ...]
 PhaseFunction = Callable[..., Tensors]
@@ -91,6 +93,7 @@ class OpSpec:
         summary: one line for `triptych info`.
         forward, backward: the phases; backward is None where the op has no gradient.
         check: called with forward's arguments before anything else; raises ArgumentError.
+        check_backward: the same for backward's, when its operator is called by itself.
         differentiable: forward outputs that carry gradients. Backward's first tensors are their gradients, `d<name>`,
             with "?" where a missing gradient is passed as None rather than as zeros.
         saved: forward inputs or outputs, by name, that backward takes after the gradients.
@@ -107,16 +110,31 @@ class OpSpec:
     check: Callable[..., None]
     typical: Callable[[tuple[int, ...], torch.dtype, torch.device], tuple[Any, ...]]
     samples: Callable[[], Iterator[Sample]]
+    check_backward: Callable[..., None] | None = None
     differentiable: tuple[str, ...] = ()
     saved: tuple[str, ...] = ()
     gradients: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        assert re.fullmatch(r"[a-z][a-z0-9_]*", self.name), self.name
+        problem = self._problem()
+        if problem:
+            raise PluginError(f"The spec of op {self.name!r} is wrong: {problem} Report it to the authors of the op.")
+
+    def _problem(self) -> str:
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", self.name) or keyword.iskeyword(self.name):
+            return "a name is lower-case letters, digits and _, begins with a letter, and is no word of Python."
+        if self.name.endswith("_backward"):
+            return "names that end with _backward belong to the backward operators."
         if self.backward is not None:
-            assert len(self.gradients) == len(self.backward.outputs), self.name
+            if len(self.gradients) != len(self.backward.outputs):
+                return (
+                    f"it has {len(self.backward.outputs)} gradients and says of {len(self.gradients)} whose they are."
+                )
             known = self.forward.tensor_names + self.forward.outputs
-            assert all(name in known for name in self.saved), self.name
+            unknown = [name for name in self.saved if name not in known]
+            if unknown:
+                return f"it saves {', '.join(unknown)}, which forward neither takes nor returns."
+        return ""
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -127,6 +145,12 @@ class OpSpec:
         found = self.forward if name == FORWARD else self.backward
         assert found is not None, f"{self.name} has no {name}"
         return found
+
+    def check_of(self, phase: str) -> Callable[..., None]:
+        """What checks the arguments of a phase."""
+        if phase == FORWARD:
+            return self.check
+        return self.check_backward or (lambda *args: None)
 
     def operator_name(self, phase: str) -> str:
         """The name under `torch.ops.triptych`: `rms_norm` and `rms_norm_backward`."""

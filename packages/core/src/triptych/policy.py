@@ -25,7 +25,8 @@ AUTO = "auto"
 _SELECTOR = re.compile(
     r"(?P<op>[^.@#%=]*)(?:\.(?P<phase>[^@#%=]*))?(?:@(?P<layer>[^#%=]*))?(?:#(?P<calls>[^%=]*))?(?:%(?P<ranks>[^=]*))?"
 )
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+"""What a backend may be called, so that rules can name it."""
 
 Spans = tuple[tuple[int, int | None], ...]
 """Half-open intervals of call numbers or ranks; an end of None is open."""
@@ -177,7 +178,7 @@ def _selector(text: str, where: str, hint: str, ops: tuple[str, ...]) -> _Select
 def _choice(text: str, where: str, backends: tuple[str, ...]) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
-        if not _NAME.fullmatch(name):
+        if not NAME.fullmatch(name):
             raise PolicyError(
                 f"{where}: {name!r} is not a backend name. A rule ends with a backend, with several in order of "
                 f"preference (cuda,torch), or with auto. Known backends: {', '.join(backends) or 'none'}."
@@ -196,7 +197,7 @@ def _spans(text: str | None, mark: str, where: str) -> Spans | None:
         return None
     spans: list[tuple[int, int | None]] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)|(\d*):(\d*)", part.strip())
+        match = re.fullmatch(r"([0-9]{1,18})|([0-9]{0,18}):([0-9]{0,18})", part.strip())
         if match is None:
             raise PolicyError(
                 f'{where}: "{mark}{text}" is not a set of numbers. Write {mark}7, {mark}3,5, {mark}2:9 '

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 from triptych.backend import Backend
 from triptych.errors import PluginError, nearest
 from triptych.opspec import OpSpec
+from triptych.policy import AUTO, NAME
 
 BACKENDS_GROUP = "triptych.backends"
 OPS_GROUP = "triptych.ops"
@@ -128,7 +129,12 @@ class Group(Generic[T]):
         for name in sorted(claims):
             origins = sorted(claims[name])
             entry: _Entry[T] = _Entry(name, " and ".join(origins), claims[name][origins[0]].load)
-            if len(origins) > 1:
+            if not NAME.fullmatch(name) or name == AUTO:
+                entry.error = (
+                    f"{self.word} {name!r} of {entry.origin} has a name that no rule can mean. A name is letters, "
+                    f"digits, _ and -, does not begin with a digit or -, and is not {AUTO!r}. Uninstall it."
+                )
+            elif len(origins) > 1:
                 entry.error = (
                     f"{self.word} {name!r} is claimed by {len(origins)} distributions: {entry.origin}. "
                     "Uninstall all but one of them."
@@ -140,7 +146,9 @@ class Group(Generic[T]):
         try:
             plugin = entry.load()
             name = getattr(plugin, "name", None)
-        except (Exception, SystemExit) as cause:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as cause:  # some raise SystemExit, GeneratorExit or a test runner's Skipped at import
             entry.cause = cause
             entry.error = (
                 f"{self.word} {entry.name!r} of {entry.origin} failed to load: {type(cause).__name__}: {cause}. "

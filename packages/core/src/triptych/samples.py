@@ -6,7 +6,7 @@ CPU generator, so that a case has the same values on every device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -74,3 +74,25 @@ def in_float32(maker: Maker) -> Maker:
     return lambda generator, dtype, device: maker(
         generator, torch.float64 if dtype is torch.float64 else torch.float32, device
     )
+
+
+def row_cases(maker_count: int) -> Iterator[tuple[str, tuple[Maker, ...], int]]:
+    """Every layout and row length that has broken a kernel somewhere: (name, makers of `maker_count` inputs, N)."""
+    lengths = (1, 2, 3, 7, 8, 31, 32, 33, 100, 127, 128, 1000, 1024, 4096, 4097, 8200, 16384, 20001, 65536)
+    for columns in lengths:
+        rows = 5 if columns < 8192 else 2
+        yield f"columns_{columns}", (normal(rows, columns),) * maker_count, columns
+    yield "one_dimension", (normal(64),) * maker_count, 64
+    yield "three_dimensions", (normal(2, 3, 48),) * maker_count, 48
+    yield "four_dimensions", (normal(2, 3, 2, 48),) * maker_count, 48
+    yield "many_rows", (normal(4099, 24),) * maker_count, 24
+    yield "no_rows", (normal(0, 16),) * maker_count, 16
+    yield "no_rows_three_dimensions", (normal(3, 0, 16),) * maker_count, 16
+    yield "no_columns", (normal(3, 0),) * maker_count, 0
+    layouts: tuple[Callable[..., Maker], ...] = (
+        transposed, permuted, narrowed, offset, expanded, every_other, strided_rows,
+    )  # fmt: skip
+    for layout in layouts:
+        yield layout.__name__, (layout(3, 4, 40),) * maker_count, 40
+    if maker_count > 1:
+        yield "mixed_layouts", (permuted(3, 4, 40), expanded(3, 4, 40))[:maker_count], 40

@@ -8,18 +8,25 @@ object that keeps the selections made under it, so that looking up the policy co
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
+import re
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from triptych import environment, registry
+from triptych.errors import EnvironmentVariableError, UsageError
 from triptych.policy import Policy, parse
 
 _LIMIT = 4096
 """Cached selections or derived scopes a scope keeps before it starts afresh: shapes that never repeat must not leak."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Scope:
@@ -87,10 +94,10 @@ def process_scope() -> Scope:
             environment.check_variables(os.environ)
             policy = Policy()
             names = {"backends": registry.backends.names(), "ops": registry.ops.names()}
-            folder = environment.working_directory()
-            path = environment.find_configuration(folder) if folder is not None else None
-            if path is not None:
-                policy = policy.extended(parse(environment.configured_policy(path), str(path), **names))
+            found = environment.configured()
+            if found is not None:
+                text, where = found
+                policy = policy.extended(parse(text, where, **names))
             text = os.environ.get("TRIPTYCH_BACKEND", "")
             policy = policy.extended(parse(text, "TRIPTYCH_BACKEND", **names))
             from triptych import tools  # which import this module
@@ -119,8 +126,24 @@ class use(contextlib.ContextDecorator):  # noqa: N801 - used like a function
     """
 
     def __init__(self, rules: str) -> None:
+        if not isinstance(rules, str):
+            raise UsageError(f'triptych.use takes rules as a string, for example "torch"; {rules!r} is none.')
         self.rules = rules
         current().extended(rules, "triptych.use")
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:  # type: ignore[override]
+        """Decorate a function: each of its calls runs in a block of its own.
+
+        Raises:
+            UsageError: it is a class, a generator or a coroutine function, whose body runs after the call has returned.
+        """
+        kinds = ("isclass", "isgeneratorfunction", "iscoroutinefunction", "isasyncgenfunction")
+        if any(getattr(inspect, kind)(function) for kind in kinds):
+            raise UsageError(
+                f"triptych.use cannot decorate {function.__qualname__}: what it does happens after the call has "
+                f"returned, when the block has ended. Write `with triptych.use({self.rules!r}):` inside it."
+            )
+        return super().__call__(function)
 
     def __enter__(self) -> None:
         scope = current().extended(self.rules, "triptych.use")
@@ -131,6 +154,16 @@ class use(contextlib.ContextDecorator):  # noqa: N801 - used like a function
         *outer, before = _outer.get()
         _outer.set(tuple(outer))
         _used.set(before)
+
+
+@contextlib.contextmanager
+def within(scope: Scope) -> Iterator[None]:
+    """Put a scope in force as it is, for the length of a block: where the work of one thread goes on in another."""
+    token = _used.set(scope)
+    try:
+        yield
+    finally:
+        _used.reset(token)
 
 
 @contextlib.contextmanager
@@ -155,13 +188,22 @@ def environment_text() -> str | None:
 
 
 def rank() -> int:
-    """This process's rank: of the default process group, else of the launcher's RANK, else 0."""
+    """This process's rank: of the default process group, else of the launcher's RANK, else 0.
+
+    Raises:
+        EnvironmentVariableError: RANK is not the number of a process. Taking it for 0 would apply rank 0's rules.
+    """
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
-    text = os.environ.get("RANK", "0")
-    return int(text) if text.isdigit() else 0
+    text = os.environ.get("RANK", "") or "0"
+    if not re.fullmatch(r"[0-9]+", text):
+        raise EnvironmentVariableError(
+            f"RANK is {text!r}. It must be this process's number, 0 or greater, as torchrun sets it. "
+            f"Correct it, or unset it in a program of one process."
+        )
+    return int(text)
 
 
 def _forget_selections() -> None:

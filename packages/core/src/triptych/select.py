@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from triptych.backend import Backend, ask
+from triptych.backend import Backend, ask, origin_of
 from triptych.call import Call
 from triptych.errors import PluginError, Refused, TriptychError
 from triptych.opspec import PhaseFunction
@@ -39,17 +39,8 @@ class Decision:
     function: PhaseFunction
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "call": self.call.to_json(),
-            "layer": self.layer,
-            "rule": self.rule.text,
-            "source": self.rule.source,
-            "chosen": self.chosen,
-            "rejected": [{"backend": name, "reasons": list(reasons)} for name, reasons in self.rejected],
-            "broken": list(self.broken),
-            "distribution": self.distribution,
-            "version": self.version,
-        }
+        origin = (self.distribution, self.version)
+        return _record(self.call, self.layer, self.rule, self.chosen, self.rejected, self.broken, origin)
 
 
 def select(
@@ -87,16 +78,40 @@ def select(
             reasons, function = _reasons(backend, call, named)
             if function is not None:
                 prepare(backend, call)
+                origin = origin_of(backend)
         except PluginError as cause:
             reasons, function = [str(cause)], None
             broken.append(name)
         except TriptychError as cause:
             reasons, function = [str(cause)], None
         if function is not None:
-            origin = (backend.distribution, backend.version)
             return Decision(call, layer, rule, name, tuple(rejected), tuple(broken), *origin, function)
         rejected.append((name, tuple(reasons)))
-    raise Refused(refusal_text(call, layer, rule, rejected), tuple(rejected))
+    record = _record(call, layer, rule, None, rejected, broken, (None, None))
+    raise Refused(refusal_text(call, layer, rule, rejected), tuple(rejected), record)
+
+
+def _record(
+    call: Call,
+    layer: str,
+    rule: Rule,
+    chosen: str | None,
+    rejected: Sequence[tuple[str, tuple[str, ...]]],
+    broken: Sequence[str],
+    origin: tuple[str, str] | tuple[None, None],
+) -> dict[str, Any]:
+    """A decision or a refusal as plain data."""
+    return {
+        "call": call.to_json(),
+        "layer": layer,
+        "rule": rule.text,
+        "source": rule.source,
+        "chosen": chosen,
+        "rejected": [{"backend": name, "reasons": list(reasons)} for name, reasons in rejected],
+        "broken": list(broken),
+        "distribution": origin[0],
+        "version": origin[1],
+    }
 
 
 def auto_order(

@@ -8,7 +8,7 @@ more than everything that is done to them (6.0 us a call against 3.2). For rms_n
         if type(x) is not Parameter and type(x) is not Tensor: return op.through_operator(...)
         x_grad = grad_enabled() and x.requires_grad
         key = ('rms_norm', layer, eps, offset, rounding, x.shape, x.stride(), x.dtype, x.device, ...)
-        plan = (used_scope() or current_scope()).plans.get(key)
+        plan = (used_scope() or scopes._process or current_scope()).plans.get(key)
         ...
         if x_grad or weight_grad: return apply((plan, index, backward_index), x, weight)
         return plan.run(x, weight, eps, offset, rounding)[0]
@@ -28,7 +28,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.overrides
 from torch.nn import Parameter
+from torch.utils._device import DeviceContext
 
 from triptych import intercept, scope
 from triptych.opspec import OpSpec
@@ -56,16 +58,27 @@ def write(op: Op, backward: Callable[..., Any]) -> Callable[..., Any]:
         "current_scope": scope.current,
         "dispatch_modes": torch._C._len_torch_dispatch_stack,
         "function_modes": torch._C._len_torch_function_stack,
+        "forward_ad": torch.autograd.forward_ad,
         "functorch": torch._C._functorch.peek_interpreter_stack,
         "grad_enabled": torch.is_grad_enabled,
         "intercept": intercept,
-        "is_compiling": torch.compiler.is_compiling,
+        # Tracing without dynamo has fake tensors, which are a type of their own.
+        "is_compiling": torch.compiler.is_dynamo_compiling,
+        "observed": _observed,
         "op": op,
+        "scopes": scope,
+        "tracing": torch._C._get_tracing_state,
         "used_scope": scope.used,
     }
     exec(compile(call_source(op.spec), f"<call of {name}>", "exec"), namespace)
     call: Callable[..., Any] = namespace["call"]
     return call
+
+
+def _observed() -> bool:
+    """Whether a function mode would miss the call. torch.set_default_device is one, and has no interest in it."""
+    stack = torch.overrides._get_current_function_mode_stack()
+    return any(type(mode) is not DeviceContext for mode in stack)
 
 
 def kept(spec: OpSpec) -> str:
@@ -107,7 +120,13 @@ def call_source(spec: OpSpec) -> str:
     for name in tensors:
         absent = f"{name} is not None and " if name in optional else ""
         lines.append(f"    if {absent}type({name}) is not Parameter and type({name}) is not Tensor: {elsewhere}")
-    lines += [f"    if dispatch_modes() or function_modes() or functorch() is not None: {elsewhere}"]
+    # Whoever observes the dispatcher must see the operator: modes, functorch, torch.jit.trace, forward-mode AD.
+    lines += [
+        "    if dispatch_modes() or functorch() is not None or tracing() is not None "
+        "or forward_ad._current_level >= 0:",
+        f"        {elsewhere}",
+        f"    if function_modes() and observed(): {elsewhere}",
+    ]
     lines += ["    grad = grad_enabled()"]
     parts = [f"{spec.name!r}", "layer", *scalars]
     for name in tensors:
@@ -128,7 +147,7 @@ def call_source(spec: OpSpec) -> str:
     lines += [
         "    try:",
         f"        key = ({', '.join(parts)})",
-        "        scope = used_scope() or current_scope()",
+        "        scope = used_scope() or scopes._process or current_scope()",
         "        plan = scope.plans.get(key)",
         "    except (TypeError, RuntimeError):",  # a scalar that has no hash, a tensor that has no strides
         f"        op.spec.check({arguments})",

@@ -22,11 +22,14 @@ def wait(device: torch.device) -> None:
     torch.accelerator.synchronize(device)
 
 
+def is_recorded(device: torch.device) -> bool:
+    """Whether work on `device` now goes into a CUDA graph: it has no result yet, and may not be waited for."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def can_wait(device: torch.device) -> bool:
-    """Whether waiting for `device` means anything now: not on the CPU, not while a CUDA graph is being captured."""
-    if device.type in ("cpu", "meta"):
-        return False
-    return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    """Whether waiting for `device` means anything now: not on the CPU, not while a CUDA graph is being recorded."""
+    return device.type not in ("cpu", "meta") and not is_recorded(device)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from triptych import capture, environment, intercept, registry
 from triptych.checks import Mismatch, NonFinite, forget, parse_checks, recorder
-from triptych.errors import TriptychError
+from triptych.errors import EnvironmentVariableError, TriptychError
 from triptych.jsonlines import Appender
 from triptych.layers.naming import name_layers_when_called
 from triptych.policy import Policy
@@ -42,19 +42,40 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     """What `environ` asks for. Opens and creates nothing.
 
     Raises:
-        EnvironmentVariableError, PolicyError: a variable is unknown or has no valid value.
+        EnvironmentVariableError, PolicyError: a variable is unknown or has no valid value, or two name one file.
     """
     environment.check_variables(environ)
     check = environ.get("TRIPTYCH_CHECK", "")
     parse_checks(check, forget)
     wanted = environ.get("TRIPTYCH_CAPTURE", "")
+    trace, findings = _path(environ, "TRIPTYCH_TRACE"), _path(environ, "TRIPTYCH_FINDINGS")
+    if trace is not None and findings is not None and os.path.realpath(trace) == os.path.realpath(findings):
+        raise EnvironmentVariableError(
+            f"TRIPTYCH_TRACE and TRIPTYCH_FINDINGS both name {str(trace)!r}. Name a file for each."
+        )
     return Settings(
-        trace=_path(environ.get("TRIPTYCH_TRACE")),
+        trace=trace,
         sync=environ.get("TRIPTYCH_SYNC", "") == "1",
         check=check,
-        findings=_path(environ.get("TRIPTYCH_FINDINGS")),
+        findings=findings,
         capture=capture.parse_request(wanted, registry.ops.names()) if wanted else None,
     )
+
+
+def check_places(settings: Settings) -> None:
+    """Raise unless everything that `settings` ask for can be written. Creates the files and the directory.
+
+    They are left there: another process that shares one may have opened it by now.
+
+    Raises:
+        EnvironmentVariableError: one of them cannot be written.
+    """
+    if settings.trace is not None:
+        Appender(settings.trace, "TRIPTYCH_TRACE").close()
+    if settings.findings is not None:
+        Appender(settings.findings, "TRIPTYCH_FINDINGS").close()
+    if settings.capture is not None:
+        capture.make_directory(settings.capture.directory)
 
 
 def install_from_environment(policy: Policy) -> None:
@@ -126,11 +147,10 @@ def _wants_names(environ: Mapping[str, str]) -> bool:
 def _configured() -> str:
     """The policy text of the configuration file; a file that is not valid is reported by the first call."""
     try:
-        folder = environment.working_directory()
-        path = environment.find_configuration(folder) if folder is not None else None
-        return "" if path is None else environment.configured_policy(path)
+        found = environment.configured()
     except (TriptychError, OSError):
         return ""
+    return "" if found is None else found[0]
 
 
 def _name_layers() -> None:
@@ -143,6 +163,6 @@ def _add(interceptor: intercept.Interceptor) -> None:
     _undo.append(intercept.install(interceptor))
 
 
-def _path(text: str | None) -> Path | None:
-    """A path that stays right when the program changes its directory."""
-    return Path(os.path.abspath(text)) if text else None
+def _path(environ: Mapping[str, str], variable: str) -> Path | None:
+    text = environ.get(variable)
+    return environment.absolute(text, variable) if text else None

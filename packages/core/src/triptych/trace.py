@@ -104,16 +104,14 @@ class Tracer:
         return number
 
 
-def versions() -> dict[str, str]:
-    """Versions of what decides how a kernel behaves: Python, torch, CUDA, triton, triptych."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
+def versions() -> dict[str, str | None]:
+    """Versions of what decides how a kernel behaves: Python, torch, CUDA, triton, triptych; None where missing."""
+    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
     for distribution in ("triton", "triptych"):
         try:
             found[distribution] = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
-            continue
+            found[distribution] = None
     return found
 
 
@@ -127,14 +125,14 @@ class ProcessRecord:
     Attributes:
         pid, rank: which it was.
         policy: the rules in force when it began.
-        versions: of Python, torch and what else decides how kernels behave.
+        versions: see `versions`.
         backends: name and origin (distribution and version) of every backend there was.
     """
 
     pid: int
     rank: int
     policy: str
-    versions: dict[str, str]
+    versions: dict[str, str | None]
     backends: dict[str, str]
 
 

@@ -59,13 +59,14 @@ class Simulation:
     stops_at: Site | None = None
     replays: dict[tuple[str, str], str] = field(default_factory=dict)
     repeat: int = 1
+    confidence: float | None = None
     jobs: int = 1
     interrupt_after: int | None = None
     fail_on: tuple[str, ...] = ()
     runs: int = 0
 
     def bisect(self, good: str = "torch", bad: str = "bad", *, resume: bool = False) -> Report:
-        identity = Identity(("job",), "here", good, bad, self.fail_on or ("exit",), None, self.repeat)
+        identity = Identity(("job",), "here", good, bad, self.fail_on or ("exit",), None, self.repeat, self.confidence)
         state = self.folder / "state"
         session = Session.resume(state, identity) if resume else Session.create(state, identity)
         console = Console(quiet=True)
@@ -74,10 +75,23 @@ class Simulation:
                 trials = SimulatedTrials(self, session, good, progress)
                 left = Side.parse(good, "--good", Policy(), BACKENDS, OPS)
                 right = Side.parse(bad, "--bad", Policy(), BACKENDS, OPS)
-                blank = Report(Answer.UNRESOLVED, ("job",), good, bad, ("exit",), self.repeat, str(state))
-                return SimulatedBisection(self, trials, left, right, blank, progress).run()
+                blank = Report(
+                    Answer.UNRESOLVED,
+                    ("job",),
+                    good,
+                    bad,
+                    ("exit",),
+                    self.repeat,
+                    str(state),
+                    confidence=self.confidence,
+                )
+                return Bisection(trials, left, right, blank, progress, self._replay).run()
         finally:
             session.close()
+
+    def _replay(self, capture: Path, trials: Trials) -> str | None:
+        op, phase, _ = capture.name.split(".")
+        return self.replays.get((op, phase), "agrees")
 
 
 class SimulatedTrials(Trials):
@@ -123,16 +137,6 @@ class SimulatedTrials(Trials):
             self._predicates, ending, None if first else self.reference, None if first else self.usual
         )
         return Run(verdict, signature, describe(ending), 0.5, 0)
-
-
-class SimulatedBisection(Bisection):
-    def __init__(self, simulation: Simulation, *args: Any) -> None:
-        super().__init__(*args)
-        self.simulation = simulation
-
-    def _replayed(self, capture: Path) -> str | None:
-        op, phase, _ = capture.name.split(".")
-        return self.simulation.replays.get((op, phase), "agrees")
 
 
 def _write_trace(path: Path, calls: list[tuple[Site, str]]) -> None:

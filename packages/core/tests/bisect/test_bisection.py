@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from simulated import Simulation, Site, fails_with, sites
 
-from triptych.bisect.bisection import repeats_for
 from triptych.bisect.present import lines
+from triptych.bisect.rate import PROOF_RUNS, repeats_for
 from triptych.bisect.verdicts import Answer
 
 CULPRIT: Site = ("rms_norm", "backward", "blocks.1.norm", 100)
@@ -276,6 +276,71 @@ def test_a_good_policy_that_fails_now_and_then_fails(tmp_path: Path) -> None:
     report = Simulation(tmp_path, lambda ran: next(runs), repeat=3).bisect()
     assert report.verdict is Answer.GOOD_FAILS
     assert report.notes[0].startswith("The good policy fails now and then (in run 3): ValueError: g.")
+
+
+def test_a_confidence_decides_how_often_a_trial_must_pass(tmp_path: Path) -> None:
+    """One run in three fails: three failures in seven runs, so that a run is taken to fail with 3 / 8."""
+    simulation = Simulation(tmp_path, flaky(3, CULPRIT), confidence=0.99)  # type: ignore[arg-type]
+    report = simulation.bisect()
+    assert report.verdict is Answer.ISOLATED
+    assert found(report) == [CULPRIT]
+    evidence = {each.purpose: each for each in report.evidence}
+    assert (evidence["bad"].failures, evidence["bad"].runs) == (3, 7)
+    assert report.repeat == repeats_for(0.99, 3 / 8) == 10
+    passed = [each for each in report.evidence if each.verdict == "pass" and each.purpose != "capture"]
+    assert len(passed) > 5
+    assert {each.runs for each in passed} == {10}
+    assert all(each.confidence is not None and each.confidence >= 0.99 for each in passed)
+    assert report.to_json()["confidence"] == 0.99
+    assert "The bad policy failed in 3 of 7 runs; a trial that passed 10 times had no failure with 99% confidence." in (
+        report.notes
+    )
+    runs = simulation.runs
+    assert simulation.bisect(resume=True).to_json() == report.to_json()
+    assert simulation.runs == runs
+
+
+@pytest.mark.parametrize(("confidence", "allowed"), [(0.95, 22), (0.999, 3)])
+def test_how_often_a_confidence_misses(tmp_path: Path, confidence: float, allowed: int) -> None:
+    """A failure at random, in 2 of 5 runs. An answer is right unless a trial with the culprit passed by luck.
+
+    There are three of those or so in a search among 16 calls: 60 bisections with 5 % each give 9 answers that are not
+    the culprit alone, and past 22 with a probability of 1e-4; with 0.1 % each 0.2, and past 3 with 5e-5.
+    """
+    generator = random.Random(7)
+    calls = sites(layers=2, steps=2)
+    culprit = calls[5]
+    missed = 0
+    for number in range(60):
+
+        def job(ran: dict[Site, str]) -> str | None:
+            return "ValueError: x" if ran[culprit] == "bad" and generator.random() < 0.4 else None
+
+        report = Simulation(tmp_path / str(number), job, calls, confidence=confidence).bisect()
+        missed += found(report) != [culprit]
+        if report.verdict is Answer.ISOLATED:  # luck makes an answer too large, never a wrong one
+            assert culprit[:2] in {site[:2] for site in found(report)}
+    assert missed <= allowed
+
+
+def test_a_failure_that_never_passes_takes_few_repeats(tmp_path: Path) -> None:
+    report = Simulation(tmp_path, fails_with(CULPRIT), confidence=0.95).bisect()
+    assert found(report) == [CULPRIT]
+    assert report.failure_rate == 1.0
+    assert report.repeat == repeats_for(0.95, 3 / 4) == 3
+
+
+def test_a_confidence_gives_up_on_what_does_not_fail(tmp_path: Path) -> None:
+    report = Simulation(tmp_path, lambda ran: None, confidence=0.95).bisect()
+    assert report.verdict is Answer.NOT_REPRODUCED
+    assert report.notes == (f"The bad policy does not fail in {PROOF_RUNS} runs.",)
+    assert report.evidence[0].runs == PROOF_RUNS
+
+
+def test_a_confidence_does_not_wait_for_a_run_that_says_nothing(tmp_path: Path) -> None:
+    report = Simulation(tmp_path, lambda ran: "timeout" if ran[CULPRIT] == "bad" else None, confidence=0.95).bisect()
+    assert report.verdict is Answer.UNRESOLVED
+    assert report.evidence[0].runs == 1
 
 
 def test_how_many_repeats() -> None:

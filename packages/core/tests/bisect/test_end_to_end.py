@@ -1,7 +1,8 @@
-"""`triptych bisect` on a real job with a faulty third-party backend: each kind of fault, by the predicate meant for it.
+"""`triptych bisect` on a real job with a faulty third-party backend: what is shown and left, and the other verdicts.
 
-Most bad policies give the faulty backend few calls, so that a search takes few trials: each costs an import of torch.
-The fault is in the third step (call 7 of its phase) of the second layer.
+The faults by predicate are bisected in tests/test_shaky_bisect.py of the workspace, on a training job. Most bad policies
+give the faulty backend few calls, so that a search takes few trials: each costs an import of torch. The fault is in the
+third step (call 7 of its phase) of the second layer.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ import time
 import pytest
 from workshop import Workshop
 
-FORWARD = "torch;rms_norm.forward@blocks.1.*#4:8=planted"
+FORWARD = "torch;rms_norm.forward@blocks.1.*#4:8=planted"  # two calls: 4 and 7
 BACKWARD = "torch;rms_norm.backward#7=planted"
-BOTH = "torch;rms_norm@blocks.1.*#7=planted"
 AT_FAULT = ("rms_norm", "backward", "blocks.1.norm", 7)
 
 
@@ -57,54 +57,12 @@ def test_an_exception_under_the_whole_backend(workshop: Workshop) -> None:
 
 
 @pytest.mark.slow
-def test_one_lane_of_nan(workshop: Workshop) -> None:
-    assert_isolated(workshop, workshop.bisect("--fail-on", "nonfinite", bad=FORWARD, PLANTED="nan"))
-    assert workshop.culprits == [("rms_norm", "forward", "blocks.1.norm", 7)]
-    assert workshop.verdict["signature"] == "nonfinite rms_norm.forward"
-    assert workshop.verdict["culprits"][0]["replay"] == "differs"
-
-
-@pytest.mark.slow
 def test_a_wrong_value(workshop: Workshop) -> None:
-    assert_isolated(workshop, workshop.bisect("--fail-on", "mismatch=1e-3", bad=FORWARD, PLANTED="wrong"))
+    assert_isolated(
+        workshop, workshop.bisect("--fail-on", "mismatch=1e-3", bad="torch;rms_norm.forward#7=planted", PLANTED="wrong")
+    )
     assert workshop.culprits == [("rms_norm", "forward", "blocks.1.norm", 7)]
     assert workshop.verdict["signature"] == "mismatch rms_norm.forward"
-
-
-@pytest.mark.slow
-def test_an_abort_is_captured_before_it_happens(workshop: Workshop) -> None:
-    assert_isolated(workshop, workshop.bisect("--fail-on", "signal", bad=BACKWARD, PLANTED="abort"))
-    assert workshop.culprits == [AT_FAULT]
-    assert workshop.verdict["signature"] == "SIGABRT"
-    assert workshop.verdict["culprits"][0]["replay"] == "crashes"
-
-
-@pytest.mark.slow
-def test_a_hang(workshop: Workshop) -> None:
-    done = workshop.bisect("--fail-on", "timeout", "--timeout", "12", bad=BACKWARD, PLANTED="hang")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert workshop.culprits == [AT_FAULT]
-    assert workshop.verdict["signature"] == "timeout"
-    assert workshop.verdict["culprits"][0]["replay"] == "hangs"
-
-
-@pytest.mark.slow
-def test_two_phases_that_are_wrong_only_together(workshop: Workshop) -> None:
-    assert_isolated(workshop, workshop.bisect("--jobs", "2", bad=BOTH, PLANTED="pair"))
-    assert workshop.culprits == [("rms_norm", "forward", "blocks.1.norm", 7), AT_FAULT]
-    assert workshop.verdict["interaction"] is True
-    assert workshop.verdict["victims"] == []
-
-
-@pytest.mark.slow
-def test_a_flaky_failure(workshop: Workshop) -> None:
-    counter = workshop.folder / "counter"
-    counter.write_text("0")
-    done = workshop.bisect(bad=BACKWARD, PLANTED="flaky", PLANTED_COUNTER=str(counter))
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert workshop.verdict["verdict"] == "flaky"
-    assert 0 < workshop.verdict["failure_rate"] < 1
-    assert "gives each of them 95 % confidence" in done.stdout
 
 
 @pytest.mark.slow
@@ -132,18 +90,9 @@ def test_a_reason_outside_the_backends(workshop: Workshop) -> None:
 
 
 @pytest.mark.slow
-def test_a_good_policy_that_fails(workshop: Workshop) -> None:
-    done = workshop.bisect(bad="planted", JOB="good-fails")
-    assert done.returncode == 1
-    assert workshop.verdict["verdict"] == "good-fails"
-    assert workshop.verdict["signature"] == "ValueError: good is broken too"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_ctrl_c_ends_the_trial_and_resume_goes_on(workshop: Workshop, jobs: int) -> None:
-    """Interrupted while the bad run hangs."""
-    options = ("--bad", BACKWARD, "--fail-on", "timeout", "--timeout", "300", "--jobs", str(jobs))
+def test_ctrl_c_ends_the_trial_and_resume_goes_on(workshop: Workshop) -> None:
+    """Interrupted while the bad run hangs, on a thread of its own."""
+    options = ("--bad", BACKWARD, "--fail-on", "timeout", "--timeout", "300", "--jobs", "2")
     running = subprocess.Popen(
         workshop.command(*options), cwd=workshop.folder, env=workshop.environment(PLANTED="hang"),
         stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -204,6 +204,7 @@ def test_a_policy_that_no_environment_can_hold_is_an_error(monkeypatch: pytest.M
         ("torch", "torch;rms_norm.backward=triton", False),
         ("torch", "torch;rms_norm#3=triton", False),
         ("torch;rms_norm#3=triton", "torch; rms_norm#3=triton", True),
+        ("torch;rms_norm#3=triton", "torch;rms_norm#3 = triton", True),
     ],
 )
 def test_policies_that_cannot_differ_are_known_before_anything_runs(good: str, bad: str, same: bool) -> None:

@@ -13,7 +13,7 @@ from triptych.backend import Backend
 from triptych.bisect.start import Asked, bisect, sides
 from triptych.errors import TriptychError
 
-ASKED = Asked(("python", "job.py"), "composite", "torch", (), None, 1, 1, Path("state"))
+ASKED = Asked(("python", "job.py"), "composite", "torch", (), None, 1, None, 1, Path("state"))
 BACKENDS = ", ".join(registry.backends.names())
 
 
@@ -28,6 +28,12 @@ def error(asked: Asked) -> str:
     [
         ({"repeat": 0}, "--repeat is 0. It must be 1 or more."),
         ({"jobs": -1}, "--jobs is -1. It must be 1 or more."),
+        ({"confidence": 95.0}, "--confidence is 95.0. It must lie between 0 and 1, such as 0.95."),
+        ({"confidence": 1.0}, "--confidence is 1.0. It must lie between 0 and 1, such as 0.95."),
+        ({"confidence": float("nan")}, "--confidence is nan. It must lie between 0 and 1, such as 0.95."),
+        ({"confidence": 0.95, "repeat": 3},
+         "--repeat 3 says how often a trial runs, --confidence 0.95 derives it from how often the bad policy fails. Leave "
+         "out one of them."),
         ({"timeout": 0.0}, "--timeout is 0.0. It must be a number of seconds greater than 0."),
         ({"timeout": float("nan")}, "--timeout is nan. It must be a number of seconds greater than 0."),
         ({"command": ()},

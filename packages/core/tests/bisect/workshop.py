@@ -11,13 +11,10 @@ from typing import Any
 
 BACKEND = '''
 import os, time
-from pathlib import Path
-import torch
 from triptych.backend import Backend
 from triptych.composite import backend as composite
 
 FAULT = os.environ.get("PLANTED", "")
-seen = set()
 
 def due(x):
     """The step is the number of rows, the layer the number of columns: one call of one layer."""
@@ -26,32 +23,18 @@ def due(x):
 def strike(x):
     if FAULT == "exception":
         raise RuntimeError(f"planted in {tuple(x.shape)} at {id(x):#x}")
-    if FAULT == "abort":
-        os.abort()
     if FAULT == "hang":
         time.sleep(600)
-    if FAULT == "flaky":
-        counter = Path(os.environ["PLANTED_COUNTER"])
-        count = int(counter.read_text())
-        counter.write_text(str(count + 1))
-        if count % 3 == 0:
-            raise RuntimeError("planted now and then")
 
 def forward(x, weight, *scalars):
     y, rstd = composite.implementation("rms_norm", "forward")(x, weight, *scalars)
-    if due(x) and FAULT == "nan":
-        y[1, 5] = float("nan")
     if due(x) and FAULT == "wrong":
         y *= 1.25
-    if due(x):
-        seen.add("forward")
     return y, rstd
 
 def backward(dy, x, *rest):
     if due(x):
         strike(x)
-        if FAULT == "pair" and "forward" in seen:
-            raise RuntimeError("planted: wrong together")
     return composite.implementation("rms_norm", "backward")(dy, x, *rest)
 
 class Planted(Backend):
@@ -101,8 +84,6 @@ print("ran on", sorted(ran))
 mode = os.environ.get("JOB", "")
 if mode == "outside":
     raise ValueError("loss is 17.25")
-if mode == "good-fails":
-    raise ValueError("bad as expected" if "planted" in ran else "good is broken too")
 """
 
 

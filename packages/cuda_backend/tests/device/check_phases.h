@@ -144,6 +144,8 @@ inline void check_forward(const Case& one, Report* report) {
                                                            want_rstd[static_cast<size_t>(i / cols)]) *
                                       std::fabs(weight.gain[static_cast<size_t>(i % cols)])
                                 : 0.0;
+        // 1.01, here and below: what is rounded is the computed value, not the wanted one. They differ by `error`, far
+        // less than 1 %, and so do their half steps.
         return 1.01 * half_ulp(type, want) + error * std::fabs(want) + step;
       });
 }

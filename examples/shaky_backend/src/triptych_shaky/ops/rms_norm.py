@@ -14,24 +14,23 @@ Tensor = torch.Tensor
 _SPEC = ops.get("rms_norm")
 assert _SPEC.backward is not None
 _forward_kernel, _backward_kernel = _SPEC.forward.composite, _SPEC.backward.composite  # yours would stand here
-_workspaces: dict[torch.Size, Tensor] = {}
+workspaces: dict[torch.Size, Tensor] = {}  # by shape of x: what forward needed only while it ran, and gave back
 
 
 def reasons_against(call: Call) -> list[str]:
     """What the kernels cannot do; asked for both phases before forward launches anything."""
-    dtype = next(meta.dtype for _, meta in call.tensors if meta is not None)  # of x, or of its gradient
-    if dtype is not torch.float64:
+    if next(meta.dtype for _, meta in call.tensors if meta is not None) is not torch.float64:  # x, or its gradient
         return []
     return ["the call is in float64, and its kernels compute in float32. Convert the input, or use 'torch'."]
 
 
 def forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> tuple[Tensor, ...]:
+    """y and rstd of x."""
     y, rstd = _forward_kernel(x, weight, eps, offset, rounding)
     if faults.chosen() == "nan" and triptych.calls("rms_norm", "forward") == 7 and y.numel():
         y.view(-1)[y.numel() // 2] = float("nan")
     if faults.chosen() == "pair":
-        # The workspace has done its work and goes back to the pool, which poisons what it is given.
-        _workspaces[x.shape] = torch.full_like(rstd, float("nan"))
+        workspaces[x.shape] = torch.full_like(rstd, float("nan"))  # the pool poisons what it is given back
     return y, rstd
 
 
@@ -39,10 +38,9 @@ def backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, offset: float, rounding: str,
     need_dx: bool, need_dw: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    """dx and dw, from dy and what forward saved."""
     if faults.chosen() == "flaky" and faults.unlucky():
         raise RuntimeError("shaky: rms_norm.backward lost a race")
-    if faults.chosen() == "pair":
-        rstd = _workspaces.get(x.shape, rstd)
     count, columns = x.shape[:-1].numel(), x.shape[-1]
     rows = x.reshape(count, columns)  # [R, N]
     if faults.chosen() == "s2":

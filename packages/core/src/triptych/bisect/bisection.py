@@ -5,17 +5,15 @@ What to test next is the engine's business, how a trial runs that of trials.py; 
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from triptych.bisect import proof, replays
 from triptych.bisect.engine import (
     Candidate,
-    Culprit,
     Finding,
     Level,
     Outcome,
@@ -28,20 +26,22 @@ from triptych.bisect.engine import (
 from triptych.bisect.policies import PolicyWriter, Side
 from triptych.bisect.predicates import Verdict
 from triptych.bisect.progress import Progress
+from triptych.bisect.rate import PROOF_FAILURES, PROOF_RUNS, Rate
 from triptych.bisect.session import Trial
+from triptych.bisect.sites import Sites, candidate
 from triptych.bisect.trials import Request, Trials
 from triptych.bisect.verdicts import Answer, Evidence, Report, Site
-from triptych.run.process import run_trial
 from triptych.trace import CallRecord, read
 
 _AGAIN = 4
 """How often the bad policy is run again when the evidence looks flaky."""
 _ENOUGH = 0.95
-"""The confidence from which a trial that passed counts as evidence."""
+"""The confidence from which a trial that passed counts as evidence, where none was asked for."""
 _FAULTS = 3
 """After so many separate faults with one signature the search ends."""
-_REPLAY_SECONDS = 300.0
-"""The most that replaying a captured call may take where there is no --timeout."""
+Replay = Callable[[Path, Trials], str | None]
+"""What running the call in a captured folder alone shows, see `Site.replay`."""
+
 _OUTCOMES = {Verdict.PASS: Outcome.PASS, Verdict.FAIL: Outcome.FAIL}
 
 
@@ -64,77 +64,67 @@ class Bisection:
         good, bad: the policies.
         blank: a report with what was asked, to be completed.
         progress: told what the search does.
+        replay: runs a captured call alone.
     """
 
-    def __init__(self, trials: Trials, good: Side, bad: Side, blank: Report, progress: Progress) -> None:
+    def __init__(
+        self,
+        trials: Trials,
+        good: Side,
+        bad: Side,
+        blank: Report,
+        progress: Progress,
+        replay: Replay = replays.alone,
+    ) -> None:
         self._trials = trials
         self._good = good
         self._bad = bad
         self._blank = blank
         self._progress = progress
+        self._replay = replay
         self._notes: list[str] = []
-        self._bad_runs: list[bool] = []
+        self._rate = Rate()
         self._blamed: set[str] = set()
-        self._bad_backends: dict[Candidate, str] = {}
+        self._sites = Sites(bad, ())
 
     def run(self) -> Report:
         """Run to the end."""
-        good = Request("good", self._good.text, traced=True)
-        bad = Request("bad", self._bad.text, traced=True, whole=True)
-        good_trial, bad_trial = self._trials.run_all([good, bad])
-        self._bad_runs = [run.verdict is Verdict.FAIL for run in bad_trial.runs]
-        negative = self._unproved(good_trial, bad_trial)
+        good_trial, bad_trial = self._start()
+        negative = proof.unproved(good_trial, bad_trial)
         if negative is not None:
-            return negative
+            return self._report(negative.verdict, negative.text, signature=negative.signature)
         self._trials.reference = bad_trial.signature
         self._trials.usual = good_trial.runs[0].ending
         self._note_rate()
         good_calls, bad_calls = self._trace(good_trial), self._trace(bad_trial)
         writer = PolicyWriter(self._good, self._bad, good_calls)
         if not writer.candidates:
-            return self._nothing_to_swap(good_calls)
-        self._bad_backends = {_candidate(each): each.backend for each in bad_calls}
+            return self._report(Answer.NOT_A_BACKEND, proof.nothing_to_swap(good_calls))
+        self._sites = Sites(self._bad, bad_calls)
         self._note_unselectable(good_calls)
         return self._search(writer, self._narrowed(writer, good_calls, bad_calls))
 
     # --- the start --------------------------------------------------------------------------------
 
-    def _unproved(self, good: Trial, bad: Trial) -> Report | None:
-        """The report when the start does not hold: the good policy must pass, the bad one fail."""
-        for name, trial in (("good", good), ("bad", bad)):
-            if trial.verdict is Verdict.TIMEOUT:
-                advice = "Allow more with --timeout" + (
-                    ", or search for it with --fail-on timeout." if name == "bad" else "."
-                )
-                return self._report(Answer.UNRESOLVED, f"The {name} policy ran out of time. {advice}")
-            if trial.verdict is Verdict.UNRESOLVED:
-                return self._report(Answer.UNRESOLVED, f"The {name} policy's run says nothing ({trial.signature}).")
-        if good.verdict is Verdict.FAIL:
-            how = f"The good policy fails: {good.signature}."
-            if good.runs[0].verdict is not Verdict.FAIL:
-                how = f"The good policy fails now and then (in run {len(good.runs)}): {good.signature}."
-            if bad.verdict is Verdict.FAIL and bad.signature == good.signature:
-                text = "The bad policy fails in the same way: the cause lies outside what the policies choose."
-                return self._report(Answer.NOT_A_BACKEND, f"{how} {text}", signature=bad.signature)
-            return self._report(
-                Answer.GOOD_FAILS, f"{how} Choose a --good policy that passes.", signature=good.signature
-            )
-        if bad.verdict is not Verdict.FAIL:
-            ended = f" Its run ended so: {bad.runs[0].ending}." if bad.runs[0].ending != "exit status 0" else ""
-            times = f" in {len(bad.runs)} runs" if len(bad.runs) > 1 else ""
-            hint = " If it fails now and then, use --repeat." if len(bad.runs) == 1 else ""
-            return self._report(Answer.NOT_REPRODUCED, f"The bad policy does not fail{times}.{ended}{hint}")
-        return None
+    def _start(self) -> tuple[Trial, Trial]:
+        """Run the good and the bad policy, and learn how often the bad one fails.
 
-    def _nothing_to_swap(self, calls: Sequence[CallRecord]) -> Report:
-        if calls:
-            text = "Both policies choose alike for every call that the good run made: the cause lies outside them."
+        With a confidence to reach, the bad policy comes first, and how often it fails decides how often a trial must
+        pass from then on: the good policy's first of all.
+        """
+        confidence, repeat = self._blank.confidence, self._trials.repeat
+        good = Request("good", self._good.text, traced=True)
+        bad = Request("bad", self._bad.text, traced=True, failures=repeat)
+        if confidence is None:
+            good_trial, bad_trial = self._trials.run_all([good, bad])
         else:
-            text = (
-                "The good run called no Triptych op: the cause lies outside them. If it should have, check that the "
-                "command runs a program that uses triptych in this environment."
-            )
-        return self._report(Answer.NOT_A_BACKEND, text)
+            bad_trial = self._trials.run(replace(bad, runs=PROOF_RUNS, failures=PROOF_FAILURES))
+        self._rate.runs = [run.verdict is Verdict.FAIL for run in bad_trial.runs]
+        if confidence is not None:
+            if self._rate.failures:
+                self._trials.repeat = self._rate.repeats_for(confidence)
+            good_trial = self._trials.run(good)
+        return good_trial, bad_trial
 
     def _trace(self, trial: Trial) -> tuple[CallRecord, ...]:
         """The calls of the run that decided a trial."""
@@ -154,7 +144,7 @@ class Bisection:
         return tuple(each for each in writer.candidates if each in after and after[each] != before[each])
 
     def _note_unselectable(self, good_calls: Sequence[CallRecord]) -> None:
-        only_bad = self._bad_backends.keys() - {_candidate(each) for each in good_calls}
+        only_bad = self._sites.backends.keys() - {candidate(each) for each in good_calls}
         if only_bad:
             self._notes.append(
                 f"Calls that happen only under the bad policy: {len(only_bad)}. They cannot be selected one by one; "
@@ -177,7 +167,7 @@ class Bisection:
                 self._notes.append("The failure that remains could not be isolated.")
                 break
             if len(finding.culprits) > 1 and self._is_flaky():
-                return self._flaky(writer, finding.members)
+                return self._flaky(finding.members)
             fault = self._confirmed(writer, finding, swapped_out)
             faults.append(fault)
             if fault.after.verdict is not Verdict.FAIL:
@@ -309,32 +299,17 @@ class Bisection:
         folder = self._trials.session.folder(trial.number) / "capture"
         sites = []
         for culprit, first in zip(fault.finding.culprits, firsts, strict=True):
-            site = replace(self._site(culprit), elsewhere=fault.elsewhere)
+            site = replace(self._sites.of(culprit), elsewhere=fault.elsewhere)
             capture = folder / f"{first.op}.{first.phase}.{first.call}"
             if (capture / "replay.py").exists():
                 shown = Path(self._blank.state) / capture.relative_to(self._trials.session.path)
-                site = replace(site, capture=str(shown), replay=self._replayed(capture))
+                site = replace(site, capture=str(shown), replay=self._replay(capture, self._trials))
             sites.append(site)
         return sites
 
-    def _replayed(self, capture: Path) -> str | None:
-        """What running a captured call alone shows; in a process of its own, since it may crash."""
-        result, log = (capture.with_name(f"{capture.name}.replay.{kind}") for kind in ("json", "log"))
-        if not result.exists():
-            command = (sys.executable, "-m", "triptych", "replay", str(capture), "--json", str(result))
-            outcome = run_trial(command, self._trials.environment(), self._trials.timeout or _REPLAY_SECONDS, log)
-            if outcome.timed_out:
-                return "hangs"
-            if outcome.signal is not None:
-                return "crashes"
-        if not result.exists():
-            return None
-        found = json.loads(result.read_text(encoding="utf-8"))
-        return "raises" if found["error"] else "agrees" if found["agrees"] else "differs"
-
     def _not_found(self, writer: PolicyWriter, finding: Finding) -> Report:
         if self._is_flaky():
-            return self._flaky(writer, finding.suspects or writer.candidates)
+            return self._flaky(finding.suspects or writer.candidates)
         if finding.status is Status.NOTHING_FAILS:
             text = (
                 "The bad policy fails, but swapping every call that the good run made does not: the cause lies in what "
@@ -343,7 +318,7 @@ class Bisection:
             return self._report(Answer.NOT_A_BACKEND, text, signature=self._trials.reference)
         text = "Too many trials ended otherwise than with the failure that is searched for; see the evidence."
         return self._report(
-            Answer.UNRESOLVED, text, suspects=self._suspects(finding.suspects), signature=self._trials.reference
+            Answer.UNRESOLVED, text, suspects=self._sites.suspects(finding.suspects), signature=self._trials.reference
         )
 
     def _is_flaky(self) -> bool:
@@ -351,79 +326,49 @@ class Bisection:
 
         The bad policy is run again then, unless --repeat has shown already how often it fails.
         """
-        if self._trials.repeat == 1 and len(self._bad_runs) == 1:
-            for number in range(1, _AGAIN + 1):
-                trial = self._trials.run(Request("again", self._bad.text, again=number))
-                self._bad_runs.append(trial.verdict is Verdict.FAIL)
-        return not all(self._bad_runs) and self._confidence(self._trials.repeat) < _ENOUGH
+        if self._trials.repeat == 1 and len(self._rate.runs) == 1:
+            requests = [Request("again", self._bad.text, again=number) for number in range(1, _AGAIN + 1)]
+            self._rate.runs += [trial.verdict is Verdict.FAIL for trial in self._trials.run_all(requests)]
+        enough = self._blank.confidence or _ENOUGH
+        return not all(self._rate.runs) and self._rate.confidence(self._trials.repeat) < enough
 
-    def _flaky(self, writer: PolicyWriter, suspects: Sequence[Candidate]) -> Report:
-        rate = self._rate()
-        failed, total = sum(self._bad_runs), len(self._bad_runs)
+    def _flaky(self, suspects: Sequence[Candidate]) -> Report:
+        rate = self._rate
         text = (
-            f"The bad policy failed in {failed} of {total} runs: trials that passed may have passed by luck. "
-            f"--repeat {repeats_for(0.95, rate)} gives each of them 95 % confidence, "
-            f"--repeat {repeats_for(0.99, rate)} 99 %."
+            f"The bad policy failed in {rate.failures} of {len(rate.runs)} runs: trials that passed may have passed by "
+            f"luck. --repeat {rate.repeats_for(0.95)} gives each of them 95 % confidence, "
+            f"--repeat {rate.repeats_for(0.99)} 99 %."
         )
-        return self._report(Answer.FLAKY, text, suspects=self._suspects(suspects), signature=self._trials.reference)
+        return self._report(
+            Answer.FLAKY, text, suspects=self._sites.suspects(suspects), signature=self._trials.reference
+        )
 
     # --- odds and ends of the report --------------------------------------------------------------
 
-    def _rate(self) -> float:
-        """How often the bad policy fails, on the careful side: as if one more run had passed."""
-        return sum(self._bad_runs) / (len(self._bad_runs) + 1)
-
-    def _confidence(self, runs: int) -> float:
-        """How likely a policy with the failure would have failed at least once in so many runs."""
-        return 1 - (1 - self._rate()) ** runs
-
     def _note_rate(self) -> None:
-        if self._trials.repeat == 1 or all(self._bad_runs):
+        rate, repeat = self._rate, self._trials.repeat
+        if repeat == 1 or all(rate.runs):
             return
-        rate, repeat = self._rate(), self._trials.repeat
-        confidence = self._confidence(repeat)
+        confidence = rate.confidence(repeat)
         text = (
-            f"The bad policy failed in {sum(self._bad_runs)} of {len(self._bad_runs)} runs; a trial that passed "
+            f"The bad policy failed in {rate.failures} of {len(rate.runs)} runs; a trial that passed "
             f"{repeat} times had no failure with {confidence:.0%} confidence."
         )
-        if confidence < _ENOUGH:
-            text += f" --repeat {repeats_for(0.95, rate)} gives 95 %, --repeat {repeats_for(0.99, rate)} 99 %."
+        if confidence < (self._blank.confidence or _ENOUGH):
+            text += f" {rate.advice()}."
         self._notes.append(text)
-
-    def _site(self, culprit: Culprit) -> Site:
-        first = culprit.members[0]
-        backend = self._bad_backends.get(first)
-        if backend is None:
-            backend = self._bad.choice(first.op, first.phase, first.layer, first.call, 0)
-        single = culprit.level is Level.CALL
-        return Site(
-            first.op,
-            first.phase,
-            first.layer if culprit.level in (Level.CALL, Level.LAYER) else None,
-            first.call if single else None,
-            len(culprit.members),
-            backend,
-        )
-
-    def _suspects(self, candidates: Sequence[Candidate]) -> tuple[Site, ...]:
-        """Suspects, layer by layer: there may be thousands of calls."""
-        layers: dict[tuple[str, str, str], list[Candidate]] = {}
-        for each in candidates:
-            layers.setdefault((each.op, each.phase, each.layer), []).append(each)
-        groups = [tuple(members) for members in layers.values()]
-        return tuple(self._site(Culprit(Level.CALL if len(g) == 1 else Level.LAYER, g)) for g in groups)
 
     def _report(self, verdict: Answer, *notes: str, **found: object) -> Report:
         evidence = tuple(self._evidence(trial) for trial in self._trials.session.trials)
-        rate = sum(self._bad_runs) / len(self._bad_runs) if self._bad_runs else None
-        report = replace(self._blank, verdict=verdict, evidence=evidence, failure_rate=rate, **found)  # type: ignore[arg-type]
+        known = replace(self._blank, repeat=self._trials.repeat, failure_rate=self._rate.share)
+        report = replace(known, verdict=verdict, evidence=evidence, **found)  # type: ignore[arg-type]
         return report.noted(*notes, *self._notes)
 
     def _evidence(self, trial: Trial) -> Evidence:
         blames = trial.purpose == "search" and trial.policy in self._blamed
         confidence = None
         if self._trials.repeat > 1 and trial.verdict is Verdict.PASS and self._trials.reference is not None:
-            confidence = round(self._confidence(len(trial.runs)), 4)
+            confidence = round(self._rate.confidence(len(trial.runs)), 4)
         return Evidence(
             trial.number,
             "blame" if blames else trial.purpose,
@@ -437,21 +382,9 @@ class Bisection:
         )
 
 
-def repeats_for(confidence: float, rate: float) -> int:
-    """How many runs show a failure of this rate at least once, with this confidence."""
-    repeats = 1
-    while 1 - (1 - rate) ** repeats < confidence:
-        repeats += 1
-    return repeats
-
-
 def _backends(calls: Iterable[CallRecord]) -> dict[Candidate, set[str]]:
     """What ran each candidate, in whatever process."""
     found: dict[Candidate, set[str]] = defaultdict(set)
     for call in calls:
-        found[_candidate(call)].add(call.backend)
+        found[candidate(call)].add(call.backend)
     return found
-
-
-def _candidate(call: CallRecord) -> Candidate:
-    return Candidate(call.op, call.phase, call.layer, call.call)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Protocol
 
 from triptych.bisect.engine import Candidate, hierarchical
 from triptych.call import PHASES
 from triptych.errors import UsageError
-from triptych.policy import Policy, parse
+from triptych.policy import Policy, Rule, parse
 
 VARIABLE = "TRIPTYCH_BACKEND"
 SIZE_LIMIT = 128 * 1024 - len(VARIABLE) - 2
@@ -76,9 +76,9 @@ def have_one_effect(good: Side, bad: Side, ops: Iterable[str]) -> bool:
     return all(good.choice(op, phase, "", 0, 0) == bad.choice(op, phase, "", 0, 0) for op in ops for phase in PHASES)
 
 
-def _meaning(rule: object) -> object:
-    names = ("op", "phase", "layer", "calls", "ranks", "choice")
-    return tuple(getattr(rule, name) for name in names)
+def _meaning(rule: Rule) -> Rule:
+    """The rule without how and where it was written."""
+    return replace(rule, text="", source="")
 
 
 class PolicyWriter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -29,7 +30,7 @@ _REPLAYED = {
 
 def show(report: Report, console: Console) -> None:
     """Print a report."""
-    console.print(_evidence(report))
+    console.print(_evidence(report, console.width))
     for line in lines(report):
         console.print(Text(line), soft_wrap=True)
 
@@ -61,27 +62,35 @@ def assignment(policy: str) -> str:
     return f'TRIPTYCH_BACKEND="{policy}"'
 
 
-def _evidence(report: Report) -> Table:
-    table = Table(title="Evidence", title_justify="left")
-    table.add_column("trial", justify="right")
-    table.add_column("for")
+def _evidence(report: Report, width: int) -> Table:
+    """The trials, a table for a console of this width: a signature is cut to one line, a policy is not cut.
+
+    The whole text of the failure stands below the table, that of other signatures in the JSON.
+    """
+    repeated = report.repeat > 1
+    table = Table(title="Evidence", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("trial", justify="right", no_wrap=True)
+    table.add_column("for", no_wrap=True)
     table.add_column("policy", overflow="fold")
-    table.add_column("verdict")
-    table.add_column("signature", overflow="fold")
-    table.add_column("s", justify="right")
-    if report.repeat > 1:
-        table.add_column("failed", justify="right")
-        table.add_column("confidence", justify="right")
+    table.add_column("verdict", min_width=8, max_width=10)
+    if repeated:
+        table.add_column("sure", justify="right", no_wrap=True)
+    table.add_column("signature", no_wrap=True, overflow="ellipsis", max_width=max(12, width // 5))
+    table.add_column("s", justify="right", no_wrap=True)
     for each in report.evidence:
-        policy, signature = _shortened(each.policy, 80), _shortened(each.signature or "", 50)
-        row = [str(each.trial), each.purpose, policy, each.verdict, signature, f"{each.seconds:.1f}"]
-        table.add_row(*map(Text, [*row, *(_repeated(each) if report.repeat > 1 else [])]))
+        row = [str(each.trial), each.purpose, _by_rule(each.policy)]
+        row += _repeated(each) if repeated else [each.verdict]
+        row += [each.signature or "", f"{each.seconds:.1f}"]
+        table.add_row(*map(Text, row))
     return table
 
 
-def _shortened(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 3]}..."
+def _by_rule(policy: str) -> str:
+    """A policy with a line for each rule, so that lines break between rules before they break inside one."""
+    return policy.replace(";", ";\n")
 
 
 def _repeated(each: Evidence) -> list[str]:
-    return [f"{each.failures}/{each.runs}", "" if each.confidence is None else f"{each.confidence:.1%}"]
+    """The verdict with how many of its runs failed, and how sure one is of a trial that passed."""
+    verdict = f"{each.verdict} {each.failures}/{each.runs}"
+    return [verdict, "" if each.confidence is None else f"{each.confidence:.1%}"]

@@ -58,7 +58,7 @@ class Trial:
         key: what the trial is found by when its result is needed again.
         policy: what TRIPTYCH_BACKEND said.
         verdict, signature: FAIL if any run failed, PASS if all passed, else those of the first run that did neither.
-        runs: in order; with one exception none follows the first that fails.
+        runs: in order; none follows the first that fails, but where the bad policy shows how often it does.
     """
 
     number: int
@@ -91,6 +91,7 @@ class Identity:
     fail_on: tuple[str, ...]
     timeout: float | None
     repeat: int
+    confidence: float | None = None
 
 
 class Session:

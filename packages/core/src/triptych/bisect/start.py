@@ -33,6 +33,8 @@ class Asked:
         fail_on: predicates; none for `exit`.
         timeout: seconds for one run; None for no limit.
         repeat: how often a trial runs before it counts as passed.
+        confidence: how sure a trial that passed must make; decides how often it runs, in place of `repeat`. None to
+            leave it at `repeat`.
         jobs: how many runs may go on at a time.
         state: the state directory.
     """
@@ -43,6 +45,7 @@ class Asked:
     fail_on: tuple[str, ...]
     timeout: float | None
     repeat: int
+    confidence: float | None
     jobs: int
     state: Path
 
@@ -57,6 +60,14 @@ def bisect(asked: Asked, console: Console, *, resume: bool) -> Report:
     for option, number in (("--repeat", asked.repeat), ("--jobs", asked.jobs)):
         if number < 1:
             raise UsageError(f"{option} is {number}. It must be 1 or more.")
+    if asked.confidence is not None:
+        if not 0 < asked.confidence < 1:
+            raise UsageError(f"--confidence is {asked.confidence}. It must lie between 0 and 1, such as 0.95.")
+        if asked.repeat > 1:
+            raise UsageError(
+                f"--repeat {asked.repeat} says how often a trial runs, --confidence {asked.confidence} derives it from "
+                f"how often the bad policy fails. Leave out one of them."
+            )
     if asked.timeout is not None and not 0 < asked.timeout < float("inf"):
         raise UsageError(f"--timeout is {asked.timeout}. It must be a number of seconds greater than 0.")
     if not asked.command:
@@ -66,7 +77,14 @@ def bisect(asked: Asked, console: Console, *, resume: bool) -> Report:
     preflight.check_command(asked.command, os.environ)
     preflight.check_environment(os.environ)
     identity = Identity(
-        asked.command, os.getcwd(), good.text, bad.text, asked.fail_on or ("exit",), asked.timeout, asked.repeat
+        asked.command,
+        os.getcwd(),
+        good.text,
+        bad.text,
+        asked.fail_on or ("exit",),
+        asked.timeout,
+        asked.repeat,
+        asked.confidence,
     )
     state = asked.state.absolute()
     session = Session.resume(state, identity) if resume else Session.create(state, identity)
@@ -84,7 +102,14 @@ def bisect(asked: Asked, console: Console, *, resume: bool) -> Report:
             progress.finished,
         )
         blank = Report(
-            Answer.UNRESOLVED, asked.command, good.text, bad.text, identity.fail_on, asked.repeat, str(asked.state)
+            Answer.UNRESOLVED,
+            asked.command,
+            good.text,
+            bad.text,
+            identity.fail_on,
+            asked.repeat,
+            str(asked.state),
+            confidence=asked.confidence,
         )
         return Bisection(trials, good, bad, blank, progress).run()
 
@@ -96,10 +121,8 @@ def sides(good: str | None, bad: str | None) -> tuple[Side, Side]:
         PolicyError, UsageError: they do not.
     """
     backends, ops = registry.backends.names(), registry.ops.names()
-    folder = environment.working_directory()
-    path = environment.find_configuration(folder) if folder is not None else None
-    configured = environment.configured_policy(path) if path is not None else ""
-    beneath = Policy().extended(parse(configured, str(path), backends=backends, ops=ops))
+    configured, where = environment.configured() or ("", "")
+    beneath = Policy().extended(parse(configured, where, backends=backends, ops=ops))
     if good is None:
         good = "torch" if "torch" in backends else "composite"
     source = "--bad"

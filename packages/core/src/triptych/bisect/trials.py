@@ -34,7 +34,9 @@ class Request:
         policy: what TRIPTYCH_BACKEND says.
         traced: whether its runs write a trace.
         captured: selectors of the calls to capture; "" for none.
-        whole: whether all repeats run, also after one that failed: to learn how often it fails.
+        failures: it ends after so many runs that failed; more than 1 to learn how often it fails.
+        runs: how often it runs at most, and only as long as each run says something; None for what is asked of every
+            trial.
         again: distinguishes repetitions that must not be answered from memory.
     """
 
@@ -42,7 +44,8 @@ class Request:
     policy: str
     traced: bool = False
     captured: str = ""
-    whole: bool = False
+    failures: int = 1
+    runs: int | None = None
     again: int = 0
 
     @property
@@ -60,7 +63,7 @@ class Trials:
         good: the good policy, against which mismatches are checked.
         predicates: what counts as the failure.
         timeout: seconds for one run; None for no limit.
-        repeat: how often a trial runs before it counts as passed.
+        repeat: how often a trial runs before it counts as passed; changes when that is derived from the first trials.
         jobs: how many runs may go on at a time.
         began, finished: told about each trial that really runs.
 
@@ -129,7 +132,8 @@ class Trials:
         return trial
 
     def _trial(self, request: Request, number: int, folder: Path) -> Trial:
-        wanted = 1 if request.captured or request.again else self.repeat
+        wanted = 1 if request.captured or request.again else request.runs or self.repeat
+        failed_runs = 0
         runs: list[Run] = []
         while len(runs) < wanted:
             at_once = min(self.jobs, wanted - len(runs))
@@ -140,7 +144,9 @@ class Trials:
                 results = self._side_by_side([partial(self._once, request, folder, n) for n in numbers])
             for result in results:
                 runs.append(result)
-                if result.verdict is Verdict.FAIL and not request.whole:
+                failed_runs += result.verdict is Verdict.FAIL
+                says_nothing = result.verdict not in (Verdict.PASS, Verdict.FAIL)
+                if failed_runs == request.failures or (says_nothing and request.runs is not None):
                     wanted = len(runs)
                     break
         failed = [run for run in runs if run.verdict is Verdict.FAIL]

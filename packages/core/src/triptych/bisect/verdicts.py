@@ -108,17 +108,15 @@ class Report:
             with one signature.
         victims: members of a failing combination that compute rightly from what they are given.
         interaction: whether the culprits, or culprits and victims, fail only together.
-        trials: how many trials were run.
-        seconds: wall-clock time of all their runs.
         workaround: a policy that was proved to pass; None when none was found.
-        capture: the folder of the first culprit's captured call, with its replay.py; None when there is none.
         signature: the failure.
         evidence: every trial, in order.
         suspects: where the cause must lie when it was not isolated.
         notes: whole sentences that a reader should know.
         failure_rate: the share of the bad runs at the start (and of those that were repeated since) that failed.
         state: the directory with everything that the trials left.
-        command, good, bad, fail_on, repeat: what was asked.
+        command, good, bad, fail_on, confidence: what was asked.
+        repeat: how often a trial had to pass; with `confidence`, what was derived from it.
     """
 
     verdict: Answer
@@ -137,17 +135,21 @@ class Report:
     suspects: tuple[Site, ...] = ()
     notes: tuple[str, ...] = ()
     failure_rate: float | None = None
+    confidence: float | None = None
 
     @property
     def capture(self) -> str | None:
+        """The folder of the first captured call of a culprit or, where there is none, of a victim."""
         return next((site.capture for site in (*self.culprits, *self.victims) if site.capture), None)
 
     @property
     def trials(self) -> int:
+        """How many trials ran; one may have run its command several times."""
         return len(self.evidence)
 
     @property
     def seconds(self) -> float:
+        """The time of all their runs, added up: more than has passed where several ran side by side."""
         return round(sum(each.seconds for each in self.evidence), 2)
 
     @property

@@ -10,15 +10,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 
-from triptych import scope
+from triptych import environment, scope
 from triptych.capture.store import Capture, save
 from triptych.errors import EnvironmentVariableError
 from triptych.intercept import Invocation, Proceed
+from triptych.layout import materialised
 from triptych.opspec import Tensors
 from triptych.policy import Rule, parse_selectors
+from triptych.sync import is_recorded
 from triptych.trace import versions
 
 LIMIT = 4 * 2**30
@@ -43,7 +44,7 @@ def parse_request(text: str, ops: Iterable[str]) -> Request:
     """The request in `text`: DIRECTORY|SELECTOR[;SELECTOR], with the selectors of policy rules; "*" selects every call.
 
     Raises:
-        EnvironmentVariableError: the text is not of that form.
+        EnvironmentVariableError: the text is not of that form, or the directory is relative to one that is gone.
         PolicyError: a selector does not parse, or names an op or phase that does not exist.
     """
     directory, _, selectors = text.rpartition("|")
@@ -52,8 +53,26 @@ def parse_request(text: str, ops: Iterable[str]) -> Request:
             f"TRIPTYCH_CAPTURE is {text!r}. Write DIRECTORY|SELECTOR, for example captures|rms_norm.backward#7, "
             f"or captures|* for every call."
         )
-    folder = Path(os.path.abspath(directory.strip()))
+    folder = environment.absolute(directory.strip(), "TRIPTYCH_CAPTURE")
     return Request(folder, parse_selectors(selectors, "TRIPTYCH_CAPTURE", ops=ops))
+
+
+def make_directory(directory: Path) -> None:
+    """Make the directory that TRIPTYCH_CAPTURE names, unless it is there, and see whether it can be written to.
+
+    Raises:
+        EnvironmentVariableError: it cannot.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / f".{os.getpid()}.probe"
+        probe.mkdir(exist_ok=True)
+        probe.rmdir()
+    except OSError as cause:
+        raise EnvironmentVariableError(
+            f"TRIPTYCH_CAPTURE names the directory {str(directory)!r}: {cause.strerror}. "
+            f"Name one that exists or can be made, and can be written to."
+        ) from cause
 
 
 class Capturer:
@@ -77,16 +96,7 @@ class Capturer:
         self._left = limit
         self._lock = threading.Lock()
         os.register_at_fork(after_in_child=self._after_fork)
-        try:
-            request.directory.mkdir(parents=True, exist_ok=True)
-            probe = request.directory / f".{os.getpid()}.probe"
-            probe.mkdir(exist_ok=True)
-            probe.rmdir()
-        except OSError as cause:
-            raise EnvironmentVariableError(
-                f"TRIPTYCH_CAPTURE names the directory {str(request.directory)!r}: {cause.strerror}. "
-                f"Name one that exists or can be made, and can be written to."
-            ) from cause
+        make_directory(request.directory)
 
     def __call__(self, invocation: Invocation, proceed: Proceed) -> Tensors:
         if self._request.wants(invocation, scope.rank()):
@@ -97,8 +107,7 @@ class Capturer:
         self._lock = threading.Lock()
 
     def _capture(self, invocation: Invocation) -> None:
-        device = invocation.decision.call.device
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_recorded(invocation.decision.call.device):
             _log.warning("%s was not captured: its stream is being recorded into a CUDA graph.", invocation)
             return
         phase = invocation.spec.phase(invocation.phase)
@@ -110,7 +119,7 @@ class Capturer:
             call=invocation.index,
             backend=invocation.decision.chosen,
             policy=self._policy,
-            arguments=tuple(zip(names, invocation.args, strict=True)),
+            arguments=tuple(zip(names, map(materialised, invocation.args), strict=True)),
             versions=versions(),
         )
         size = capture.nbytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +12,13 @@ import torch
 from triptych import registry
 from triptych.call import dtype_name
 from triptych.capture.store import Capture
+from triptych.checking import check_outputs
 from triptych.compare import Difference, all_finite, differences, differences_of_nonfinite, plain
+from triptych.errors import TriptychError, UsageError, nearest
 from triptych.layout import clone_exactly
-from triptych.opspec import OpSpec, PhaseFunction, Tensors
-from triptych.policy import parse
-from triptych.select import select
+from triptych.opspec import OpSpec, Tensors
+from triptych.policy import Rule
+from triptych.select import Decision, select
 from triptych.sync import can_wait, wait
 
 REFERENCE = "reference"
@@ -117,51 +121,93 @@ def replay(capture: Capture, backend: str | None = None, against: str = REFERENC
 
     Args:
         capture: what `load` returned. Its tensors are not changed.
-        backend: the backend that runs it; None means the one that it was captured on.
+        backend: the one backend that runs it; None means the one that it was captured on.
         against: "reference", with the tolerance of a correct implementation; or a backend, with twice that.
 
     Raises:
-        PolicyError: there is no such backend.
+        UsageError: there is no such backend, or the call cannot be judged on this machine.
         PluginError: the op is not installed, or its plug-in is broken.
         Refused: a backend has reasons against the call.
     """
-    name = backend or capture.backend
     spec = registry.ops.get(capture.op)
     phase = spec.phase(capture.phase)
-    function = _function(capture, spec, name, "the backend to replay on")
-    other = (
-        phase.reference if against == REFERENCE else _function(capture, spec, against, "the backend to compare with")
-    )
-    args = clone_exactly(capture.args)
+    if backend is None:
+        name = capture.backend
+        decision = _decision(capture, spec, name, "the backend that the call was captured on")
+    else:
+        name = backend
+        decision = _decision(capture, spec, name, "the backend to replay on")
+    if against == REFERENCE:
+        other = None
+    else:
+        other = _decision(capture, spec, against, "the backend to compare with", REFERENCE)
     with torch.no_grad():
-        finite = bool(all_finite(args))
+        with _possible(capture):
+            args = clone_exactly(capture.args)
+            finite = bool(all_finite(args))
         try:
-            outputs = function(*args)
+            outputs = decision.function(*args)
+            check_outputs(spec, decision, outputs)
             _settle(args)
         except Exception as cause:
             error = f"{type(cause).__name__}: {cause}"
             return Replay(capture, name, against, finite, (), (), (), error)
-        wanted = other(*clone_exactly(capture.args))
-        factor = 1 if against == REFERENCE else 2
-        tolerances = tuple(factor * each for each in phase.bound(*clone_exactly(capture.args)))
-        compare = differences if finite else differences_of_nonfinite
-        return Replay(
-            capture,
-            name,
-            against,
-            finite,
-            _statistics(phase.outputs, outputs),
-            compare(phase, outputs, wanted, tolerances),
-            _changed(capture, args),
-            None,
+        with _possible(capture):
+            wanted, tolerances = _wanted(capture, spec, other)
+            compare = differences if finite else differences_of_nonfinite
+            return Replay(
+                capture,
+                name,
+                against,
+                finite,
+                _statistics(phase.outputs, outputs),
+                compare(phase, outputs, wanted, tolerances),
+                _changed(capture, args),
+                None,
+            )
+
+
+def _wanted(capture: Capture, spec: OpSpec, other: Decision | None) -> tuple[Tensors, Tensors]:
+    """What the outputs are compared with, the reference or another backend's, and how far they may lie from it."""
+    phase = spec.phase(capture.phase)
+    args = clone_exactly(capture.args)
+    if other is None:
+        wanted, factor = phase.reference(*args), 1
+    else:
+        wanted, factor = other.function(*args), 2
+        check_outputs(spec, other, wanted)
+    return wanted, tuple(factor * each for each in phase.bound(*clone_exactly(capture.args)))
+
+
+@contextmanager
+def _possible(capture: Capture) -> Iterator[None]:
+    """Say what cannot be computed: judging takes several times the memory of the call, in float64."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as cause:
+        if isinstance(cause, TriptychError):
+            raise
+        raise UsageError(
+            f"{capture.title} cannot be judged here ({type(cause).__name__}: {cause}). "
+            f"Replay it where there is more memory, or with another --device or --against."
+        ) from cause
+
+
+def _decision(capture: Capture, spec: OpSpec, name: str, role: str, *instead: str) -> Decision:
+    """What the one backend called `name` runs the call with.
+
+    Args:
+        role: what the backend is for, in texts.
+        instead: names that would do as well as a backend's.
+    """
+    names = registry.backends.names()
+    if name not in names:
+        hint = nearest(name, (*names, *instead))
+        raise UsageError(
+            f"{role.capitalize()} is {name!r}; there is no such backend. {hint} Name one backend; a policy will not do."
         )
-
-
-def _function(capture: Capture, spec: OpSpec, name: str, source: str) -> PhaseFunction:
-    (rule,) = parse(name, source, backends=registry.backends.names(), ops=registry.ops.names()) or (None,)
-    assert rule is not None
-    call = capture.asked(spec)
-    return select(call, capture.layer, rule, registry.backends.names(), registry.backends.get).function
+    rule = Rule(name, role, None, None, None, None, None, (name,))
+    return select(capture.asked(spec), capture.layer, rule, names, registry.backends.get)
 
 
 def _settle(args: tuple[Any, ...]) -> None:

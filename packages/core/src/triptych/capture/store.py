@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from triptych.call import Call, TensorMeta, dtype_name
-from triptych.errors import UsageError
-from triptych.layout import distinct_storages, view, whole
+from triptych.layout import distinct_storages, whole
 from triptych.opspec import OpSpec
 
 SCHEMA = 1
@@ -66,7 +64,7 @@ class Capture:
         backend: what was about to run it.
         policy: the rules in force in its process.
         arguments: names and values of all parameters in order: tensors (None where absent), then scalars.
-        versions: of Python, torch and what else decides how kernels behave.
+        versions: see `triptych.trace.versions`.
     """
 
     op: str
@@ -76,7 +74,7 @@ class Capture:
     backend: str
     policy: str
     arguments: tuple[tuple[str, Any], ...]
-    versions: dict[str, str]
+    versions: dict[str, str | None]
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -124,40 +122,6 @@ def save(capture: Capture, folder: Path) -> None:
     (folder / SCRIPT).write_text(script, encoding="utf-8")
 
 
-def load(folder: Path | str, device: torch.device | str | None = None) -> Capture:
-    """The captured call in `folder`, its tensors rebuilt exactly.
-
-    Args:
-        folder: what a run with TRIPTYCH_CAPTURE wrote.
-        device: where to put the tensors; None means where each of them was.
-
-    Raises:
-        UsageError: the folder holds no capture, an incomplete one or one of another schema, or the device is not there.
-    """
-    folder = Path(folder)
-    try:
-        document = json.loads((folder / SIDECAR).read_text(encoding="utf-8"))
-        if document.pop("schema") != SCHEMA:
-            raise UsageError(f"{folder} holds a capture of another schema. Load it with the version that wrote it.")
-        storages = load_file(folder / STORAGES)
-        devices = {each["storage"]: each["device"] for each in document["arguments"] if "storage" in each}
-        placed = {
-            name: torch.empty_like(stored, device=_present(device or devices[name], folder)).copy_(stored)
-            for name, stored in storages.items()
-        }
-        arguments = tuple((each["name"], _rebuild(each, placed)) for each in document.pop("arguments"))
-        return Capture(**document, arguments=arguments)
-    except OSError as cause:
-        name = cause.filename or folder
-        raise UsageError(f"{name} cannot be read: {cause.strerror}. Name a folder that a capture wrote.") from cause
-    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as cause:
-        if isinstance(cause, UsageError):
-            raise
-        raise UsageError(
-            f"{folder} does not hold a whole capture ({type(cause).__name__}: {cause}). Capture the call again."
-        ) from cause
-
-
 def _describe(name: str, value: Any, storages: dict[int, str]) -> dict[str, Any]:
     if value is None:
         return {"name": name, "absent": True}
@@ -174,31 +138,6 @@ def _describe(name: str, value: Any, storages: dict[int, str]) -> dict[str, Any]
     }
 
 
-def _rebuild(described: dict[str, Any], storages: dict[str, torch.Tensor]) -> Any:
-    if "absent" in described:
-        return None
-    if "value" in described:
-        return described["value"]
-    dtype = getattr(torch, described["dtype"])
-    shape, stride = tuple(described["shape"]), tuple(described["stride"])
-    return view(storages[described["storage"]], dtype, shape, stride, described["offset"])
-
-
-def _present(device: torch.device | str, folder: Path) -> torch.device:
-    """`device`, which must exist on this machine."""
-    try:
-        found = torch.device(device)
-    except RuntimeError as cause:
-        raise UsageError(f"{str(device)!r} is not a device. Write cpu, cuda or cuda:1.") from cause
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise UsageError(
-            f"The capture in {folder} is for {found}, and this machine has {count} CUDA devices. "
-            f"Name another device: --device {'cuda:0' if count else 'cpu'}."
-        )
-    return found
-
-
 def _safe(title: str) -> str:
-    """A title that cannot end the script's docstring, whatever the layer is called."""
-    return title.replace("\\", "/").replace('"', "'")
+    """A title that cannot end the script's docstring and can be encoded, whatever the layer is called."""
+    return title.replace("\\", "/").replace('"', "'").encode("utf-8", "replace").decode()

@@ -5,7 +5,6 @@ Exit status: 0 done, 1 done with a negative answer, 2 wrong use or a broken envi
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -16,6 +15,7 @@ import triptych
 from triptych.cli.bisect import bisect
 from triptych.cli.explain import explain
 from triptych.cli.info import info
+from triptych.cli.output import complain, run_program
 from triptych.cli.replay import replay
 from triptych.cli.run import run
 from triptych.errors import TriptychError
@@ -60,12 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: the command line without the program's name; None takes it from `sys.argv`.
     """
+    sys.exit(run_program("triptych", lambda: _run(arguments)))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
         app(args=None if arguments is None else list(arguments), prog_name="triptych")
     except TriptychError as error:
-        print(f"triptych: {error}", file=sys.stderr)
-        sys.exit(2)
-    except BrokenPipeError:
-        # Whoever read our output has gone (head, less); a second attempt at exit must not fail on it again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        complain(f"triptych: {error}")
+        return 2
+    return 0

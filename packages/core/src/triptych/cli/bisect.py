@@ -44,6 +44,14 @@ def bisect(
         float | None, typer.Option(metavar="SECONDS", help="The most that one run may take.", show_default="no limit")
     ] = None,
     repeat: Annotated[int, typer.Option(metavar="N", help="A trial passes when it passed N times.")] = 1,
+    confidence: Annotated[
+        float | None,
+        typer.Option(
+            metavar="C",
+            help="In place of --repeat: a trial passes when it passed so often that one is this sure, such as 0.95, "
+            "given how often the bad policy fails.",
+        ),
+    ] = None,
     jobs: Annotated[int, typer.Option(metavar="N", help="How many runs may go on at a time.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted bisection.")] = False,
     state: Annotated[Path, typer.Option(metavar="DIR", help="Where all state is kept.")] = DEFAULT,
@@ -55,7 +63,7 @@ def bisect(
     """
     if json_file is not None:
         preflight.check_writable(json_file, "--json")
-    asked = Asked(tuple(command), good, bad, tuple(fail_on or ()), timeout, repeat, jobs, state)
+    asked = Asked(tuple(command), good, bad, tuple(fail_on or ()), timeout, repeat, confidence, jobs, state)
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         report = run_bisection(asked, Console(stderr=True), resume=resume)
@@ -78,7 +86,7 @@ def _resuming(asked: Asked, json_file: Path | None) -> list[str]:
     """The command line that continues an interrupted bisection."""
     options: list[tuple[str, object]] = [("--good", asked.good), ("--bad", asked.bad)]
     options += [("--fail-on", each) for each in asked.fail_on]
-    options += [("--timeout", asked.timeout), ("--json", json_file)]
+    options += [("--timeout", asked.timeout), ("--confidence", asked.confidence), ("--json", json_file)]
     for name, value, default in (("--repeat", asked.repeat, 1), ("--jobs", asked.jobs, 1)):
         options.append((name, None if value == default else value))
     options.append(("--state", None if asked.state == DEFAULT else asked.state))

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
 
-from triptych import registry, scope
+from triptych import scope
 from triptych.call import FORWARD, dtype_name
 from triptych.cli.output import write_json
+from triptych.cli.reading import policy_in_force
 from triptych.errors import Refused, UsageError, nearest
 from triptych.explain import explain as decide
+from triptych.explain import spec_of
 from triptych.select import Decision
+
+LIMIT = 2**60
+"""Elements that no tensor has: 8 bytes each, they would not fit into an address space that torch can count."""
 
 DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 
@@ -31,16 +37,14 @@ def explain(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to FILE as JSON.")] = None,
 ) -> None:
     """Say which backend would run a call, by which rule, and why the others would not. Runs nothing."""
-    if op not in registry.ops.names():
-        raise UsageError(f"There is no op {op!r}. {nearest(op, registry.ops.names())}")
-    args = registry.ops.get(op).typical(parse_shape(shape), parse_dtype(dtype), parse_device(device))
+    args = spec_of(op).typical(parse_shape(shape), parse_dtype(dtype), parse_device(device))
     console = Console()
     try:
-        with scope.use(backend):
+        with policy_in_force(), scope.use(backend):
             decision = decide(op, *args, phase=phase, layer=layer)
     except Refused as refusal:
         if json_file is not None:
-            write_json(json_file, {"schema": 1, "chosen": None, "rejected": _rejected(refusal.rejected)})
+            write_json(json_file, {"schema": 1, **refusal.record})
         console.print(f"Refused: {refusal}", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
     if json_file is not None:
@@ -62,9 +66,16 @@ def lines(decision: Decision) -> list[str]:
 
 def parse_shape(text: str) -> tuple[int, ...]:
     """`4096x4096` as (4096, 4096)."""
-    if not re.fullmatch(r"\d+(x\d+)*", text):
+    if not re.fullmatch(r"[0-9]+(x[0-9]+)*", text):
         raise UsageError(f"--shape is {text!r}. Write sizes joined by x, for example 4096x4096 or 8x128x4096.")
-    return tuple(int(size) for size in text.split("x"))
+    sizes = [size.lstrip("0") or "0" for size in text.split("x")]
+    shape = tuple(int(size[:20]) for size in sizes)  # 20 digits are beyond the limit, and int() has one of its own
+    if math.prod(max(size, 1) for size in shape) >= LIMIT:
+        shown = text if len(text) <= 60 else f"{text[:57]}..."
+        raise UsageError(
+            f"--shape is {shown!r}. A tensor has fewer than 2**60 elements (a size of 0 counts as 1). Use smaller."
+        )
+    return shape
 
 
 def parse_dtype(text: str) -> torch.dtype:
@@ -76,11 +87,11 @@ def parse_dtype(text: str) -> torch.dtype:
 
 def parse_device(text: str) -> torch.device:
     """`cuda:1` as torch.device("cuda", 1)."""
+    cause: Exception | None = None
     try:
-        return torch.device(text)
-    except RuntimeError as cause:
-        raise UsageError(f"--device is {text!r}. Write a torch device, for example cpu, cuda or cuda:1.") from cause
-
-
-def _rejected(rejected: tuple[tuple[str, tuple[str, ...]], ...]) -> list[dict[str, Any]]:
-    return [{"backend": name, "reasons": list(reasons)} for name, reasons in rejected]
+        device = torch.device(text)
+        if str(device) == text:  # torch takes cuda:999 for cuda:-25
+            return device
+    except RuntimeError as error:
+        cause = error
+    raise UsageError(f"--device is {text!r}. Write a torch device, for example cpu, cuda or cuda:1.") from cause

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import platform
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from triptych import environment, registry, scope
+from triptych.backend import ask, origin_of
 from triptych.cli.output import write_json
-from triptych.errors import PluginError
+from triptych.cli.reading import policy_in_force
+from triptych.errors import TriptychError
+from triptych.trace import versions
+
+MISSING = {"cuda": "none (a CPU build of torch)", "triton": "not installed", "triptych": "not installed"}
+"""What the text says in place of a version that there is not."""
 
 
 def info(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to FILE as JSON.")] = None,
 ) -> None:
     """List backends, ops, versions, devices and the policy in force; say what is broken and why."""
-    found = collect()
+    with policy_in_force():
+        found = collect()
     if json_file is not None:
         write_json(json_file, found)
     show(found, Console())
@@ -32,7 +38,7 @@ def collect() -> dict[str, Any]:
     """Everything `triptych info` shows, as plain data."""
     return {
         "schema": 1,
-        "versions": _versions(),
+        "versions": versions(),
         "devices": _devices(),
         "backends": [_backend(name) for name in registry.backends.names()],
         "ops": [_op(name) for name in registry.ops.names()],
@@ -41,21 +47,14 @@ def collect() -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    versions["cuda"] = torch.version.cuda or "none (a CPU build of torch)"
-    for distribution in ("triptych", "triton"):
-        try:
-            versions[distribution] = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            versions[distribution] = "not installed"
-    return versions
-
-
 def _devices() -> list[str]:
     devices = [f"cpu: {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"]
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
+        try:
+            properties = torch.cuda.get_device_properties(index)
+        except RuntimeError as cause:  # a broken driver, or a device that another process holds for itself
+            devices.append(f"cuda:{index}: it cannot be asked what it is: {cause}")
+            continue
         devices.append(
             f"cuda:{index}: {properties.name}, compute capability {properties.major}.{properties.minor}, "
             f"{properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB"
@@ -74,12 +73,14 @@ def _backend(name: str) -> dict[str, Any]:
     row["unavailable"] = []
     try:
         backend = registry.backends.get(name)
-        row["unavailable"] = backend.reasons_unavailable()
-        row["ops"] = list(backend.ops())
-    except PluginError as cause:
+        origin_of(backend)
+        row["unavailable"] = list(ask(backend, "reasons_unavailable"))
+        row["ops"] = list(ask(backend, "ops"))
+        places = {kind: ask(backend, "priority", kind) for kind in ("cpu", "cuda")}
+    except TriptychError as cause:
         row["broken"] = str(cause)
         return row
-    row["auto"] = {kind: rank for kind in ("cpu", "cuda") if (rank := backend.priority(kind)) is not None}
+    row["auto"] = {kind: rank for kind, rank in places.items() if rank is not None}
     return row
 
 
@@ -87,30 +88,31 @@ def _op(name: str) -> dict[str, Any]:
     row: dict[str, Any] = {"name": name, "origin": registry.ops.origin(name), "broken": None}
     try:
         spec = registry.ops.get(name)
-    except PluginError as cause:
+    except TriptychError as cause:
         return {**row, "summary": "", "phases": {}, "broken": str(cause)}
     phases = {phase: [each for each in registry.backends.names() if _runs(each, name, phase)] for phase in spec.phases}
-    return {**row, "summary": spec.summary, "phases": phases}
+    return {**row, "summary": str(spec.summary), "phases": phases}
 
 
 def _runs(backend: str, op: str, phase: str) -> bool:
     try:
         plugin = registry.backends.get(backend)
-        return not plugin.reasons_unavailable() and plugin.implementation(op, phase) is not None
-    except PluginError:
+        return not ask(plugin, "reasons_unavailable") and ask(plugin, "implementation", op, phase) is not None
+    except TriptychError:
         return False
 
 
 def show(found: dict[str, Any], console: Console) -> None:
     """Print what `collect` returned."""
-    console.print(", ".join(f"{name} {version}" for name, version in found["versions"].items()), highlight=False)
+    known = [f"{name} {version or MISSING[name]}" for name, version in found["versions"].items()]
+    console.print(", ".join(known), highlight=False, markup=False, soft_wrap=True)
     for device in found["devices"]:
-        console.print(device, highlight=False)
+        console.print(device, highlight=False, markup=False, soft_wrap=True)
     backends = Table("backend", "from", "place in auto", "state", title="Backends", title_justify="left")
     for row in found["backends"]:
         places = ", ".join(f"{kind} {rank}" for kind, rank in row["auto"].items()) or "none: by name only"
         state = "broken" if row["broken"] else "unavailable" if row["unavailable"] else "ready"
-        backends.add_row(row["name"], row["origin"], places, state)
+        backends.add_row(*map(escape, (row["name"], row["origin"], places, state)))
     console.print(backends)
     for row in found["backends"]:
         for reason in [row["broken"]] if row["broken"] else row["unavailable"]:
@@ -118,7 +120,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     ops = Table("op", "phase", "runs on", "from", title="Ops", title_justify="left")
     for row in found["ops"]:
         for phase, names in row["phases"].items():
-            ops.add_row(row["name"], phase, ", ".join(names) or "nothing", row["origin"])
+            ops.add_row(*map(escape, (row["name"], phase, ", ".join(names) or "nothing", row["origin"])))
     console.print(ops)
     for row in found["ops"]:
         if row["broken"]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from triptych import environment
 from triptych import trace as traces
-from triptych.cli.output import write_json
+from triptych.cli.output import complain, write_json
 from triptych.errors import UsageError
 from triptych.run import preflight
 from triptych.run.command import Exit, run_command
@@ -23,7 +25,9 @@ NOT_YET = "is not available yet. Leave it out; --trace, --sync and --capture are
 def run(
     command: Annotated[list[str], typer.Argument(metavar="CMD", help="The command and its arguments.")],
     backend: Annotated[str | None, typer.Option(metavar="POLICY", help="Policy rules, as in TRIPTYCH_BACKEND.")] = None,
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write each call to FILE before it runs.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write each call to FILE before it runs; FILE is replaced.")
+    ] = None,
     sync: Annotated[bool, typer.Option("--sync", help="Wait for the device around each call.")] = False,
     capture: Annotated[
         str | None, typer.Option(metavar="DIR|SELECTOR", help="Store the inputs of the selected calls in DIR.")
@@ -43,20 +47,20 @@ def run(
     environ = _environment(backend, trace, sync, capture)
     preflight.check_command(command, environ)
     preflight.check_environment(environ)
-    if json_file is not None:
-        preflight.check_writable(json_file, "--json")
     if trace is not None:
-        preflight.check_writable(trace, "--trace")
-        os.truncate(trace, 0)
-    with tempfile.TemporaryDirectory(prefix="triptych-run-") as scratch:
-        if json_file is not None:
-            environ.setdefault("TRIPTYCH_TRACE", str(Path(scratch) / "trace.jsonl"))
+        preflight.check_appendable(trace, "--trace")
+    preflight.check_places(environ, json_file)
+    with _scratch() as scratch:
+        if json_file is not None and not environ.get("TRIPTYCH_TRACE"):
+            environ["TRIPTYCH_TRACE"] = str(scratch / "trace.jsonl")
+        if trace is not None:
+            os.truncate(trace, 0)
         written = Path(environ["TRIPTYCH_TRACE"]) if environ.get("TRIPTYCH_TRACE") else None
         start = written.stat().st_size if written is not None and written.exists() else 0
         end = run_command(command, environ)
         totals = _totals(written, start)
     if trace is not None:
-        print("\n".join(summary(totals, end)), file=sys.stderr)
+        complain("\n".join(summary(totals, end)))
     if json_file is not None:
         write_json(json_file, result(totals, end))
     raise typer.Exit(end.status)
@@ -69,13 +73,27 @@ def _environment(backend: str | None, trace: Path | None, sync: bool, capture: s
         preflight.check_policy(backend, "--backend")
         environ["TRIPTYCH_BACKEND"] = backend
     if trace is not None:
-        environ["TRIPTYCH_TRACE"] = str(trace.absolute())
+        environ["TRIPTYCH_TRACE"] = str(environment.absolute(trace, "--trace"))
     if sync:
         environ["TRIPTYCH_SYNC"] = "1"
     if capture is not None:
         directory, bar, selectors = capture.rpartition("|")
-        environ["TRIPTYCH_CAPTURE"] = f"{Path(directory).absolute()}|{selectors}" if bar and directory else capture
+        folder = environment.absolute(directory, "--capture") if bar and directory else directory
+        environ["TRIPTYCH_CAPTURE"] = f"{folder}{bar}{selectors}"
     return environ
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A directory for a trace that nobody asked to keep."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="triptych-run-", ignore_cleanup_errors=True)
+    except OSError as cause:
+        raise UsageError(
+            f"No temporary directory can be made: {cause.strerror}. Set TMPDIR to one that can be written to."
+        ) from cause
+    with folder as path:
+        yield Path(path)
 
 
 def _totals(path: Path | None, start: int) -> tuple[traces.Total, ...]:
@@ -85,7 +103,7 @@ def _totals(path: Path | None, start: int) -> tuple[traces.Total, ...]:
         return traces.totals(traces.read(path, start))
     except UsageError as cause:
         # The command has ended, and its end is what we must report; what it left behind is not worth another.
-        print(f"triptych: what ran cannot be told: {cause}", file=sys.stderr)
+        complain(f"triptych: what ran cannot be told: {cause}")
         return ()
 
 

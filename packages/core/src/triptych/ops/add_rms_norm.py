@@ -17,6 +17,7 @@ import torch
 from triptych.dispatch import define
 from triptych.errors import ArgumentError
 from triptych.ops import rms_norm as norm
+from triptych.ops._norm_bounds import statistics_dtype, unit
 from triptych.ops.rms_norm import NORM_SCALARS, Rounding
 from triptych.opspec import OpSpec, Phase, Tensors
 
@@ -54,9 +55,11 @@ def add_rms_norm(
 
 
 def check(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> None:
+    """Raise ArgumentError unless the arguments of `add_rms_norm` fit together."""
     norm.check_norm("add_rms_norm", x, weight, eps, offset, rounding)
     if not isinstance(residual, Tensor):
         raise ArgumentError(f"add_rms_norm: residual is a {type(residual).__name__}. It must be a torch.Tensor.")
+    norm.check_plain("add_rms_norm", "residual", residual)
     for what, of_x, of_residual in (
         ("shape", list(x.shape), list(residual.shape)),
         ("dtype", x.dtype, residual.dtype),
@@ -72,6 +75,7 @@ def check(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset
 def fake_forward(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str
 ) -> Tensors:
+    """Empty y and h in x's dtype, rstd in that of the statistics; all contiguous."""
     y, rstd = norm.fake_forward(x, weight, eps, offset, rounding)
     h = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # empty_like of a meta tensor would import sympy
     return y, h, rstd
@@ -89,18 +93,20 @@ def fake_backward(
     need_dx: bool,
     need_dw: bool,
 ) -> Tensors:
+    """Empty dx and dw, as in rms_norm; dx is the gradient of x and of residual."""
     return norm.fake_backward(dy, h, weight, rstd, eps, offset, rounding, need_dx, need_dw)
 
 
 def _sum(x: Tensor, residual: Tensor) -> Tensor:
     """h: added in float32 (float64 for float64) and rounded, which leaves one right answer, bit for bit."""
-    wide = norm.statistics_dtype(x.dtype)
+    wide = statistics_dtype(x.dtype)
     return (x.to(wide) + residual.to(wide)).to(x.dtype)
 
 
 def reference_forward(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str
 ) -> Tensors:
+    """h rounded to x's dtype, which leaves one right answer; the norm of that in float64 throughout."""
     h = _sum(x, residual)
     y, rstd = norm.reference_forward(h, weight, eps, offset, rounding)
     return y, h.double(), rstd
@@ -118,6 +124,7 @@ def reference_backward(
     need_dx: bool,
     need_dw: bool,
 ) -> Tensors:
+    """In float64 throughout: rms_norm's, and dh added to dx."""
     dx, dw = norm.reference_backward(dy, h, weight, rstd, eps, offset, rounding, need_dx, need_dw)
     if need_dx and dh is not None:
         dx = dx + dh.double()
@@ -148,14 +155,15 @@ def bound_backward(
     """rms_norm's, and dh added before the one rounding."""
     dx_bound, dw_bound = norm.bound_backward(dy, h, weight, rstd, eps, offset, rounding, need_dx, need_dw)
     if need_dx and dh is not None:
-        wide = norm.unit(norm.statistics_dtype(h.dtype))
-        dx_bound = dx_bound + dh.double().abs() * (norm.unit(h.dtype) + 2 * wide)
+        wide = unit(statistics_dtype(h.dtype))
+        dx_bound = dx_bound + dh.double().abs() * (unit(h.dtype) + 2 * wide)
     return dx_bound, dw_bound
 
 
 def composite_forward(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str
 ) -> Tensors:
+    """h by one addition, which rounds once; y and rstd as in rms_norm."""
     h = (x + residual).contiguous()
     y, rstd = norm.composite_forward(h, weight, eps, offset, rounding)
     return y, h, rstd
@@ -173,6 +181,7 @@ def composite_backward(
     need_dx: bool,
     need_dw: bool,
 ) -> Tensors:
+    """rms_norm's gradients, with dh added to dx before its one rounding."""
     if dh is None or not need_dx:
         return norm.composite_backward(dy, h, weight, rstd, eps, offset, rounding, need_dx, need_dw)
     # The norm's gradient is kept in float32 until dh is added, so that dx is rounded once.
@@ -183,6 +192,7 @@ def composite_backward(
 
 
 def typical(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    """The arguments of an ordinary call: as for rms_norm, with a residual like x."""
     x, *rest = norm.typical(shape, dtype, device)
     return (x, x, *rest)
 

@@ -12,7 +12,7 @@ Shapes: N = columns, the last dimension; x, y, dy, dx [..., N]; weight, dw [N]; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,8 @@ from triptych import samples as make
 from triptych.call import TensorMeta
 from triptych.dispatch import define
 from triptych.errors import ArgumentError
+from triptych.ops import _norm_bounds as bounds
+from triptych.ops._norm_bounds import statistics_dtype
 from triptych.opspec import OpSpec, Phase, Sample, Tensors
 
 Tensor = torch.Tensor
@@ -46,7 +48,8 @@ def rms_norm(
     Args:
         x: [..., N]; float32, bfloat16, float16 or float64; any strides.
         weight: [N], of x's dtype, or float32 or another 16-bit type beside a 16-bit x; None scales by 1.
-        eps: added to the mean square; None means `torch.finfo(x.dtype).eps`, as in torch.nn.RMSNorm.
+        eps: added to the mean square; None means the machine epsilon of the statistics' dtype (1.2e-7, and 2.2e-16
+            for a float64 x), as in torch.nn.RMSNorm.
         offset: added to weight (1.0 for Gemma, whose weights are stored around 0).
         rounding: where the result is rounded to x's dtype: "after_weight" once, at the end, as torch.nn.RMSNorm does;
             "before_weight" x * rstd is rounded first and the product again, as Llama's own code does.
@@ -66,13 +69,14 @@ def rms_norm(
 
 
 def _default_eps(x: Tensor) -> float:
-    return torch.finfo(x.dtype).eps if isinstance(x, Tensor) and x.dtype.is_floating_point else 0.0
+    return torch.finfo(statistics_dtype(x.dtype)).eps if isinstance(x, Tensor) else 0.0
 
 
 # --- what every backend may rely on ---------------------------------------------------------------------------------
 
 
 def check(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> None:
+    """Raise ArgumentError unless the arguments of `rms_norm` fit together."""
     check_norm("rms_norm", x, weight, eps, offset, rounding)
 
 
@@ -80,51 +84,79 @@ def check_norm(op: str, x: Tensor, weight: Tensor | None, eps: float, offset: fl
     """Raise ArgumentError unless the arguments of a root mean square norm fit together."""
     if not isinstance(x, Tensor):
         raise ArgumentError(f"{op}: x is a {type(x).__name__}. It must be a torch.Tensor.")
+    check_plain(op, "x", x)
     if x.dtype not in FLOATS:
         raise ArgumentError(
             f"{op}: x has dtype {x.dtype}. It must be float32, bfloat16, float16 or float64; convert it with x.to(...)."
         )
     if x.dim() == 0:
         raise ArgumentError(f"{op}: x is a scalar tensor. It needs at least one dimension, the one to normalise.")
+    _check_number(op, "eps", eps)
+    _check_number(op, "offset", offset)
     if weight is not None:
-        if not isinstance(weight, Tensor):
-            raise ArgumentError(f"{op}: weight is a {type(weight).__name__}. It must be a torch.Tensor or None.")
-        if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
-            raise ArgumentError(
-                f"{op}: weight has shape {list(weight.shape)} and x has shape {list(x.shape)}. "
-                f"weight must have shape [{x.shape[-1]}], the last dimension of x."
-            )
-        if weight.device != x.device:
-            raise ArgumentError(
-                f"{op}: weight is on {weight.device} and x is on {x.device}. Move one to the other's device."
-            )
-        wide = torch.float64
-        if weight.dtype not in FLOATS or (weight.dtype is wide) != (x.dtype is wide):
-            raise ArgumentError(
-                f"{op}: weight has dtype {weight.dtype} and x has dtype {x.dtype}. "
-                f"weight must have x's dtype, or float32, bfloat16 or float16 beside an x that is not float64."
-            )
-        if x.dtype is torch.float32 and weight.dtype is not torch.float32:
-            raise ArgumentError(
-                f"{op}: weight has dtype {weight.dtype} and x has dtype {x.dtype}. A float32 x takes a float32 weight; "
-                f"convert it with weight.float()."
-            )
+        _check_weight(op, x, weight)
     elif offset != 0:
         raise ArgumentError(f"{op}: offset is {offset} but there is no weight. Pass a weight, or offset 0.")
-    if not eps >= 0 or eps == float("inf"):
+    if not 0 <= eps < float("inf"):
         raise ArgumentError(f"{op}: eps is {eps}. It must be a finite number, 0 or greater.")
     if not abs(offset) < float("inf"):
         raise ArgumentError(f"{op}: offset is {offset}. It must be a finite number.")
-    if rounding not in ROUNDINGS:
+    if not isinstance(rounding, str) or rounding not in ROUNDINGS:
         raise ArgumentError(f"{op}: rounding is {rounding!r}. It must be 'after_weight' or 'before_weight'.")
 
 
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of rstd and of every sum: float32, or float64 for float64."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
+def check_plain(op: str, name: str, tensor: Tensor) -> None:
+    """Raise ArgumentError unless each element of a tensor lies at the address that its strides give."""
+    if tensor.is_nested:
+        raise ArgumentError(
+            f"{op}: {name} is a nested tensor. It must be a plain, strided one. Pass {name}.values() of a jagged "
+            f"tensor, or torch.nested.to_padded_tensor({name}, 0.0)."
+        )
+    if tensor.is_quantized:
+        raise ArgumentError(
+            f"{op}: {name} is a quantized tensor. It must be a floating-point one; pass {name}.dequantize()."
+        )
+    if tensor.layout is not torch.strided:
+        raise ArgumentError(
+            f"{op}: {name} has layout {tensor.layout}. It must be a plain, strided tensor; pass {name}.to_dense()."
+        )
+
+
+def _check_number(op: str, name: str, value: object) -> None:
+    # bool is an int, and a tensor of one element passes for a float until it reaches a kernel: neither is meant.
+    if isinstance(value, bool) or not isinstance(value, float | int):
+        shown = f" ({value!r})" if isinstance(value, str | bool) else ""
+        raise ArgumentError(f"{op}: {name} is a {type(value).__name__}{shown}. It must be a float.")
+
+
+def _check_weight(op: str, x: Tensor, weight: Tensor) -> None:
+    if not isinstance(weight, Tensor):
+        raise ArgumentError(f"{op}: weight is a {type(weight).__name__}. It must be a torch.Tensor or None.")
+    check_plain(op, "weight", weight)
+    if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
+        raise ArgumentError(
+            f"{op}: weight has shape {list(weight.shape)} and x has shape {list(x.shape)}. "
+            f"weight must have shape [{x.shape[-1]}], the last dimension of x."
+        )
+    if weight.device != x.device:
+        raise ArgumentError(
+            f"{op}: weight is on {weight.device} and x is on {x.device}. Move one to the other's device."
+        )
+    wide = torch.float64
+    if weight.dtype not in FLOATS or (weight.dtype is wide) != (x.dtype is wide):
+        raise ArgumentError(
+            f"{op}: weight has dtype {weight.dtype} and x has dtype {x.dtype}. "
+            f"weight must have x's dtype, or float32, bfloat16 or float16 beside an x that is not float64."
+        )
+    if x.dtype is torch.float32 and weight.dtype is not torch.float32:
+        raise ArgumentError(
+            f"{op}: weight has dtype {weight.dtype} and x has dtype {x.dtype}. A float32 x takes a float32 weight; "
+            f"convert it with weight.float()."
+        )
 
 
 def fake_forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> Tensors:
+    """Empty y in x's dtype and rstd in that of the statistics, both contiguous."""
     rstd = torch.empty(x.shape[:-1], dtype=statistics_dtype(x.dtype), device=x.device)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device), rstd
 
@@ -140,6 +172,7 @@ def fake_backward(
     need_dx: bool,
     need_dw: bool,
 ) -> Tensors:
+    """Empty dx and dw, contiguous; [0] for one that is not wanted, and for dw without a weight."""
     dx = torch.empty(x.shape if need_dx else (0,), dtype=x.dtype, device=x.device)
     if weight is None:
         return dx, torch.empty((0,), dtype=x.dtype, device=x.device)
@@ -192,49 +225,13 @@ def reference_backward(
     return (dx if need_dx else nothing), (dw if need_dw and weight is not None else nothing)
 
 
-# --- how far from the reference a correct implementation may lie ----------------------------------------------------
-
-
-def unit(dtype: torch.dtype) -> float:
-    """The unit roundoff: half the distance from 1 to the next number."""
-    return torch.finfo(dtype).eps / 2
-
-
-def sum_error(length: int, dtype: torch.dtype) -> float:
-    """Relative error, to the sum of magnitudes, of a sum of `length` products in `dtype`, in any order.
-
-    Rounding errors behave as independent: the error exceeds lambda * sqrt(n) * u with probability
-    2 exp(-lambda^2 / 2) (Higham and Mary, 2019, theorem 2.4); lambda = 6 gives 3e-8 a sum. 8 u more for what surrounds
-    the sum: the products, the division, the root.
-    """
-    return float(6 * length**0.5 + 8) * unit(statistics_dtype(dtype))
-
-
-def smallest(dtype: torch.dtype) -> float:
-    """The absolute rounding error near zero: one subnormal step."""
-    info = torch.finfo(dtype)
-    return info.smallest_normal * info.eps
-
-
-def tie_error(x: Tensor, rstd: Tensor, relative: float, rounding: str) -> Tensor:
-    """How far the rounded x * rstd may lie from the reference's: one step within `relative` of a tie, 0 elsewhere.
-
-    0 everywhere without rounding "before_weight".
-    """
-    xhat = x.double() * rstd.double().unsqueeze(-1)
-    if rounding != "before_weight":
-        return torch.zeros_like(xhat)
-    low, high = ((xhat * factor).to(x.dtype).double() for factor in (1 - relative, 1 + relative))
-    return (high - low).abs()
+# --- how far from the reference a correct implementation may lie; the derivation is in _norm_bounds.py ---------------
 
 
 def bound_forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> Tensors:
-    """y: one rounding and half rstd's sum, and where x * rstd is rounded first, its neighbour if it lies at a tie."""
+    """y: one rounding, rstd's whole error, and a step at a tie where x * rstd is rounded first. rstd: its sum's."""
     y, rstd = reference_forward(x, weight, eps, offset, rounding)
-    statistics = sum_error(x.shape[-1], x.dtype)
-    ties = tie_error(x, rstd, statistics, rounding) * scale64(x, weight, offset).abs()
-    y_bound = (y.abs() + ties) * (unit(x.dtype) + statistics) + ties + smallest(x.dtype)
-    return y_bound, rstd.abs() * statistics
+    return bounds.forward(y, rstd, x, scale64(x, weight, offset).abs(), rounding)
 
 
 def bound_backward(
@@ -248,26 +245,12 @@ def bound_backward(
     need_dx: bool,
     need_dw: bool,
 ) -> Tensors:
-    """dx cancels, so its bound grows with the magnitudes of its two terms; dw's with the magnitudes of its summands.
-
-    With rounding "before_weight" a summand of dw holds the neighbour of the reference's x * rstd if it lies at a tie,
-    within the one rounding that the float32 product has.
-    """
+    """dx: relative to the magnitudes of its two terms, which cancel. dw: to those of its summands."""
     dx, dw = reference_backward(dy, x, weight, rstd, eps, offset, rounding, need_dx, need_dw)
-    columns = x.shape[-1]
-    rows = x.numel() // max(columns, 1)
-    scale = rstd.double().abs().unsqueeze(-1)
-    xhat = x.double().abs() * scale
     if need_dx:
-        wdy = dy.double().abs() * scale64(x, weight, offset).abs()
-        terms = scale * (wdy + xhat * (wdy * xhat).sum(-1, keepdim=True) / max(columns, 1))
-        dx = dx.abs() * unit(x.dtype) + terms * sum_error(columns, x.dtype) + smallest(x.dtype)
+        dx = bounds.backward_dx(dx, dy, x, scale64(x, weight, offset).abs(), rstd)
     if need_dw and weight is not None:
-        magnitudes = dy.double().abs().reshape(rows, columns)
-        ties = tie_error(x, rstd, 4 * unit(statistics_dtype(x.dtype)), rounding).reshape(rows, columns)
-        summands = magnitudes * (xhat.reshape(rows, columns) + ties)
-        dw = dw.abs() * unit(weight.dtype) + summands.sum(0) * sum_error(rows, x.dtype) + smallest(weight.dtype)
-        dw = dw + (magnitudes * ties).sum(0)
+        dw = bounds.backward_dw(dw, dy, x, rstd, weight.dtype, rounding)
     return dx, dw
 
 
@@ -275,6 +258,7 @@ def bound_backward(
 
 
 def composite_forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> Tensors:
+    """y and rstd, computed in the dtype of the statistics."""
     wide = x.to(statistics_dtype(x.dtype))
     rstd = torch.rsqrt(wide.pow(2).sum(-1) / max(x.shape[-1], 1) + eps)
     y = wide * rstd.unsqueeze(-1)
@@ -296,6 +280,7 @@ def composite_backward(
     need_dx: bool,
     need_dw: bool,
 ) -> Tensors:
+    """dx and dw, computed in rstd's dtype and rounded once; [0] for one that is not wanted."""
     dx, dw = fake_backward(dy, x, weight, rstd, eps, offset, rounding, False, False)
     scale = rstd.unsqueeze(-1)
     wide_dy = dy.to(rstd.dtype)
@@ -314,38 +299,10 @@ def composite_backward(
 # --- the cases of the conformance suite -----------------------------------------------------------------------------
 
 
-def layout_cases(maker_count: int) -> Iterator[tuple[str, tuple[make.Maker, ...], int]]:
-    """(name, makers of the [..., N] inputs, N) for every layout and length that has broken a kernel somewhere."""
-    lengths = (1, 2, 3, 7, 8, 31, 32, 33, 100, 127, 128, 1000, 1024, 4096, 4097, 8200, 16384, 20001, 65536)
-    for columns in lengths:
-        rows = 5 if columns < 8192 else 2
-        yield f"columns_{columns}", (make.normal(rows, columns),) * maker_count, columns
-    yield "one_dimension", (make.normal(64),) * maker_count, 64
-    yield "three_dimensions", (make.normal(2, 3, 48),) * maker_count, 48
-    yield "four_dimensions", (make.normal(2, 3, 2, 48),) * maker_count, 48
-    yield "many_rows", (make.normal(4099, 24),) * maker_count, 24
-    yield "no_rows", (make.normal(0, 16),) * maker_count, 16
-    yield "no_rows_three_dimensions", (make.normal(3, 0, 16),) * maker_count, 16
-    yield "no_columns", (make.normal(3, 0),) * maker_count, 0
-    layouts: tuple[Callable[..., make.Maker], ...] = (
-        make.transposed,
-        make.permuted,
-        make.narrowed,
-        make.offset,
-        make.expanded,
-        make.every_other,
-        make.strided_rows,
-    )
-    for layout in layouts:
-        yield layout.__name__, (layout(3, 4, 40),) * maker_count, 40
-    if maker_count > 1:
-        yield "mixed_layouts", (make.permuted(3, 4, 40), make.expanded(3, 4, 40))[:maker_count], 40
-
-
 def norm_samples(maker_count: int) -> Iterator[Sample]:
     """The grid that rms_norm (one [..., N] input) and add_rms_norm (two) share."""
     scalars = (1e-6, 0.0, "after_weight")
-    for name, makers, columns in layout_cases(maker_count):
+    for name, makers, columns in make.row_cases(maker_count):
         yield _sample(name, makers, make.normal(columns), scalars)
     makers = (make.normal(6, 72),) * maker_count
     yield _sample("no_weight", makers, None, scalars)
@@ -374,6 +331,7 @@ def _sample(
 
 
 def typical(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    """The arguments of an ordinary call: a contiguous x of `shape` and a weight of its dtype."""
     x = TensorMeta.contiguous(shape, dtype, device)
     return (x, TensorMeta.contiguous(shape[-1:], dtype, device), 1e-6, 0.0, "after_weight")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -21,8 +22,14 @@ MARK = "_TRIPTYCH_TRIAL"
 GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL."""
 
+KILLED = 30.0
+"""Seconds that a process may take to end after SIGKILL: the kernel frees its memory first, on the GPU too."""
+
 TAIL_BYTES = 16384
 """How much of the end of the log an outcome carries."""
+
+
+_log = logging.getLogger("triptych.run")
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,8 @@ class Outcome:
         tail: the last 16 KiB of its output, standard error included; undecodable bytes are replaced.
         log: the file that holds all of its output.
         leftovers: how many processes of its tree were still there when the command itself had ended, or timed out.
+        stuck: the numbers of those that outlived SIGKILL: the kernel holds them, mostly in a device's driver. Nothing
+            that we can do ends them. When the command itself is among them, `signal` is the SIGKILL that it was sent.
     """
 
     code: int | None
@@ -46,13 +55,16 @@ class Outcome:
     tail: str
     log: Path
     leftovers: int
+    stuck: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         if self.timed_out:
-            return f"timed out after {self.seconds:.1f} s"
-        if self.signal is not None:
-            return f"ended by {signal_name(self.signal)} after {self.seconds:.1f} s"
-        return f"exit status {self.code} after {self.seconds:.1f} s"
+            text = f"timed out after {self.seconds:.1f} s"
+        elif self.signal is not None:
+            text = f"ended by {signal_name(self.signal)} after {self.seconds:.1f} s"
+        else:
+            text = f"exit status {self.code} after {self.seconds:.1f} s"
+        return f"{text}; outlived SIGKILL: {', '.join(map(str, self.stuck))}" if self.stuck else text
 
 
 def run_trial(
@@ -69,7 +81,8 @@ def run_trial(
     The command gets a session of its own and no standard input; standard output and error go to `log_path`, which is
     replaced. Its process tree is everything it started, directly or not: also what was orphaned or made a session of
     its own. That tree, and nothing else, gets SIGTERM and after `grace` seconds SIGKILL: when the time is up, when the
-    command has ended and left something, and when this function is left by an exception (KeyboardInterrupt).
+    command has ended and left something, and when this function is left by an exception (KeyboardInterrupt). What
+    SIGKILL does not end within 30 seconds is given up, logged and reported.
 
     Args:
         command: program and arguments; the program is looked up in env's PATH.
@@ -107,8 +120,18 @@ def run_trial(
             ended = _wait(process.pid, None if timeout is None else began + timeout)
             seconds = time.monotonic() - began
         finally:
-            leftovers = _end_tree(process.pid, mark, grace)
-            status = process.wait()
+            leftovers, stuck = _end_tree(process.pid, mark, grace)
+            status = _reap(process, stuck)
+            if status is None:
+                stuck = tuple(sorted({*stuck, process.pid}))
+                status = -signal.SIGKILL
+            if stuck:
+                _log.warning(
+                    "Process %s outlived SIGKILL for %g seconds and was left behind: the kernel holds it, mostly in a "
+                    "device's driver. Later runs on that device may fail because of it; restart the machine.",
+                    ", ".join(map(str, stuck)),
+                    KILLED,
+                )
     return Outcome(
         code=status if status >= 0 else None,
         signal=-status if status < 0 else None,
@@ -117,6 +140,7 @@ def run_trial(
         tail=tail(log_path),
         log=log_path,
         leftovers=leftovers,
+        stuck=stuck,
     )
 
 
@@ -151,8 +175,12 @@ def _wait(pid: int, deadline: float | None) -> bool:
     return True
 
 
-def _end_tree(leader: int, mark: str, grace: float) -> int:
-    """End everything that belongs to the trial; how many processes that were. Leaves the leader to be reaped."""
+def _end_tree(leader: int, mark: str, grace: float) -> tuple[int, tuple[int, ...]]:
+    """End everything that belongs to the trial. Leaves the leader to be reaped.
+
+    Returns:
+        How many processes that were, and the numbers of those that outlived SIGKILL.
+    """
     found = _alive(_tree(leader, mark))
     count = len(found)
     deadline = time.monotonic() + grace
@@ -160,12 +188,25 @@ def _end_tree(leader: int, mark: str, grace: float) -> int:
     while found and time.monotonic() < deadline:
         time.sleep(0.02)
         found = _alive(found)
-    deadline = time.monotonic() + grace
+    deadline = time.monotonic() + KILLED
+    pause = 0.01
     # Looked up afresh: what ended last may have started something in the meantime.
     while (found := _alive(_tree(leader, mark))) and time.monotonic() < deadline:
         _send(found, signal.SIGKILL)
-        time.sleep(0.01)
-    return count
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+    return count, tuple(sorted(each.pid for each in found))
+
+
+def _reap(process: subprocess.Popen[bytes], stuck: tuple[int, ...]) -> int | None:
+    """The exit status of the leader; None when it cannot be had.
+
+    A leader that looks ended can still be held by one thread of it that is stuck: then it is never reaped.
+    """
+    try:
+        return process.wait(0 if process.pid in stuck else KILLED)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _tree(leader: int, mark: str) -> list[psutil.Process]:

@@ -7,28 +7,26 @@ from collections.abc import Sequence
 import torch
 
 from triptych.call import contiguous_stride, dtype_name
+from triptych.compare import agreement
 from triptych.opspec import Tensors
 
 
 def assert_within(names: Sequence[str], outputs: Tensors, references: Tensors, bounds: Tensors, what: str = "") -> None:
-    """Assert elementwise `|output - reference| <= bound`.
-
-    An infinity passes only where the reference, rounded to the output's dtype, is the same infinity.
-    """
+    """Assert that every output lies within its bound of its reference, elementwise: `triptych.compare.agreement`."""
     assert len(outputs) == len(names), f"{what}{len(outputs)} outputs; the op has {len(names)}"
     for name, output, reference, bound in zip(names, outputs, references, bounds, strict=True):
         assert output.shape == reference.shape, (
             f"{what}{name} has shape {list(output.shape)}; expected {list(reference.shape)}"
         )
-        error = (output.double() - reference.double()).abs()
-        passed = (error <= bound.double()) | (output == reference.to(output.dtype))
+        passed = agreement(output, reference, bound)
         if bool(passed.all()):
             continue
         index = tuple(int(i) for i in (~passed).nonzero()[0])
+        error = (output[index].double() - reference[index].double()).abs()
         raise AssertionError(
             f"{what}{name}: {int((~passed).sum())} of {passed.numel()} elements lie outside the bound; the first, "
             f"at {list(index)}: {output[index].item()!r}, reference {reference[index].item()!r}, "
-            f"error {error[index].item():.3g}, bound {bound[index].item():.3g}"
+            f"error {error.item():.3g}, bound {bound[index].item():.3g}"
         )
 
 

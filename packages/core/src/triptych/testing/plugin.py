@@ -6,8 +6,12 @@ It imports the suite only where a module has done so already, so that it costs o
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from triptych.testing.subject import Subject
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,12 +35,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("case", conformance.parameters(subject, check))
 
 
-def _complaints(subject: object) -> tuple[str, ...]:
+def _complaints(subject: Subject) -> tuple[str, ...]:
+    """What is wrong with the subject's exclusions; found once, not once a check."""
+    for known, complaints in _seen:
+        if known is subject:
+            return complaints
     execution = sys.modules["triptych.testing.execution"]
-    key = id(subject)
-    if key not in _seen:
-        _seen[key] = execution.unmatched_exclusions(subject)
-    return _seen[key]
+    found: tuple[str, ...] = execution.unmatched_exclusions(subject)
+    _seen.append((subject, found))
+    return found
 
 
-_seen: dict[int, tuple[str, ...]] = {}
+_seen: list[tuple[Subject, tuple[str, ...]]] = []
+"""Subjects themselves, not their ids: an id is given to another object once its owner is gone."""

@@ -15,6 +15,7 @@ Tensor = torch.Tensor
 def forward(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """y, h = x + residual, both in x's dtype, and rstd of h; all contiguous."""
     h = torch.add(x, residual, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
     y, rstd = norm.forward(h, weight, eps, offset, rounding)
     return y, h, rstd
@@ -32,6 +33,7 @@ def backward(
     need_dx: bool,
     need_dw: bool,
 ) -> tuple[Tensor, Tensor]:
+    """dx, which is also the gradient of residual, and dw, as rms_norm's; dh is added before the one rounding of dx."""
     if dh is None or not need_dx:
         return norm.backward(dy, h, weight, rstd, eps, offset, rounding, need_dx, need_dw)
     dx, dw = norm.wide_backward(dy, h, weight, rstd, offset, rounding, need_dx, need_dw)

@@ -12,6 +12,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> Pair:
+    """y in x's dtype and rstd in that of the statistics, both contiguous."""
     if _has_fused(x, weight, offset, rounding) and x.is_contiguous():
         y, rstd = torch.ops.aten._fused_rms_norm(x, x.shape[-1:], weight, eps)
         return y, rstd.view(x.shape[:-1])
@@ -36,6 +37,7 @@ def backward(
     need_dx: bool,
     need_dw: bool,
 ) -> Pair:
+    """dx in x's dtype and dw in the weight's, contiguous; [0] for one that is not wanted or has no weight."""
     if _has_fused(x, weight, offset, rounding) and x.is_contiguous():
         return _fused_backward(dy, x, weight, rstd, need_dx, need_dw)
     dx, dw = wide_backward(dy, x, weight, rstd, offset, rounding, need_dx, need_dw)

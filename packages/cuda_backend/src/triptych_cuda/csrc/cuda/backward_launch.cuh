@@ -1,8 +1,6 @@
 // Chooses and launches the backward kernels of one dtype. Each backward_<dtype>.cu instantiates it.
 #pragma once
 
-#include <atomic>
-
 #include "backward_looped.cuh"
 #include "dw_sum.h"
 #include "launch.cuh"
@@ -27,14 +25,13 @@ using BackwardKernel = void (*)(BackwardArgs<T>);
 
 template <class T, bool kVector, bool kDh>
 BackwardKernel<T> backward_kernel(const Plan& plan) {
-  if (plan.path == Path::warp) {
-    return plan.packs == 1 ? rms_norm_backward_streamed<T, Scope::warp, 1, kVector, kDh>
-                           : rms_norm_backward_streamed<T, Scope::warp, 4, kVector, kDh>;
-  }
+  if (plan.path == Path::warp) return rms_norm_backward_streamed<T, Scope::warp, 1, kVector, kDh>;
   if constexpr (kVector) {
     if (plan.path == Path::cluster) return rms_norm_backward_streamed<T, Scope::cluster, 4, true, kDh>;
   }
-  return rms_norm_backward_streamed<T, Scope::block, 4, kVector, kDh>;
+  if (plan.packs == 4) return rms_norm_backward_streamed<T, Scope::block, 4, kVector, kDh>;
+  return plan.threads == plan.width ? rms_norm_backward_streamed<T, Scope::block, 1, kVector, kDh>
+                                    : rms_norm_backward_streamed<T, Scope::team, 1, kVector, kDh>;
 }
 
 template <class T>
@@ -43,61 +40,48 @@ BackwardKernel<T> backward_kernel(const Plan& plan, bool packs, bool dh) {
   return dh ? backward_kernel<T, false, true>(plan) : backward_kernel<T, false, false>(plan);
 }
 
+template <class T, bool kDh>
+int backward_shared(const Plan& plan) {
+  if (plan.path == Path::warp) return streamed_shared<T, Scope::warp, 1, kDh>(plan.threads);
+  return plan.packs == 1 ? streamed_shared<T, Scope::team, 1, kDh>(plan.threads)
+                         : streamed_shared<T, Scope::block, 4, kDh>(plan.threads);
+}
+
 template <class T>
 int backward_shared(const Plan& plan, bool dh) {
-  if (plan.path == Path::warp && plan.packs == 1) {
-    return dh ? streamed_shared<T, Scope::warp, 1, true>(plan.threads)
-              : streamed_shared<T, Scope::warp, 1, false>(plan.threads);
-  }
-  if (plan.path == Path::warp) {
-    return dh ? streamed_shared<T, Scope::warp, 4, true>(plan.threads)
-              : streamed_shared<T, Scope::warp, 4, false>(plan.threads);
-  }
-  return dh ? streamed_shared<T, Scope::block, 4, true>(plan.threads)
-            : streamed_shared<T, Scope::block, 4, false>(plan.threads);
+  return dh ? backward_shared<T, true>(plan) : backward_shared<T, false>(plan);
 }
 
-// Static shared memory of the streamed kernels, at most: it counts against the same limit.
-constexpr int kStaticShared = 2 * kSlots<Scope::cluster> * static_cast<int>(sizeof(float));
-
-// More than 48 KB of dynamic shared memory must be asked for, once per kernel and device, and so must the split of L1
-// that lets the 192 KB of an SM's blocks be there together: with less, a part of the persistent grid would wait for
-// the rest to end. Which kernels have asked is remembered by position in a small table (kernels of one dtype: 4
-// families, 2 alignments, with and without dh).
+// allow_shared for the kernels of one dtype: 5 families, 2 alignments, with and without dh.
 template <class T>
 cudaError_t allow_shared(const DeviceFacts& device, const Plan& plan, bool packs, bool dh, BackwardKernel<T> kernel) {
-  static std::atomic<uint64_t> asked[16] = {};
-  const int family = plan.path == Path::warp ? (plan.packs == 1 ? 0 : 1) : (plan.path == Path::block ? 2 : 3);
-  std::atomic<uint64_t>& devices = asked[family * 4 + (packs ? 2 : 0) + (dh ? 1 : 0)];
-  const uint64_t bit = device.device < 64 ? uint64_t{1} << device.device : 0;
-  if ((devices.load(std::memory_order_relaxed) & bit) != 0) return cudaSuccess;
-  const void* function = reinterpret_cast<const void*>(kernel);
-  cudaError_t status = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            device.max_shared - kStaticShared);
-  if (status != cudaSuccess) return status;
-  status = cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                cudaSharedmemCarveoutMaxShared);
-  if (status == cudaSuccess) devices.fetch_or(bit, std::memory_order_relaxed);
-  return status;
+  static std::atomic<uint64_t> asked[20] = {};
+  const int family = plan.path == Path::warp      ? 0
+                     : plan.path == Path::cluster ? 1
+                     : plan.packs == 4            ? 2
+                     : plan.threads == plan.width ? 3
+                                                  : 4;
+  return allow_shared(reinterpret_cast<const void*>(kernel), device,
+                      &asked[family * 4 + (packs ? 2 : 0) + (dh ? 1 : 0)]);
 }
 
-// Clusters of `width` full blocks that fit on the device at once (GPCs differ in their number of SMs, so this is not
-// SMs / width); 0 when there are none. Asked once for each width: the query costs far more than a launch.
+// Clusters of `width` blocks of 256 or 512 threads that fit on the device at once (GPCs differ in their number of SMs,
+// so this is not SMs / width); 0 when there are none. Asked once for each: the query costs far more than a launch.
 template <class T>
 int resident_clusters(const DeviceFacts& device, const Plan& plan) {
-  static std::atomic<int> known[64][4] = {};  // the answer + 1
-  const int index = plan.width == 2 ? 0 : plan.width == 4 ? 1 : plan.width == 8 ? 2 : 3;
+  static std::atomic<int> known[64][8] = {};  // the answer + 1
+  Plan full = plan;
+  full.threads = plan.threads <= 256 ? 256 : 512;
+  const int index = (plan.width == 2 ? 0 : plan.width == 4 ? 1 : plan.width == 8 ? 2 : 3) * 2 + full.threads / 512;
   if (device.device < 64) {
     const int answer = known[device.device][index].load(std::memory_order_relaxed);
     if (answer != 0) return answer - 1;
   }
-  Plan full = plan;
-  full.threads = kMaxThreads;
   const auto kernel = backward_kernel<T, true, true>(full);
   int clusters = 0;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(plan.width));
-  config.blockDim = dim3(kMaxThreads);
+  config.blockDim = dim3(static_cast<unsigned>(full.threads));
   config.dynamicSmemBytes = static_cast<size_t>(backward_shared<T>(full, true));
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
@@ -124,7 +108,7 @@ bool backward_takes_packs(const RmsNormBackward& call) {
 }
 
 inline void plan_looped(const RmsNormBackward& call, const DeviceFacts& device, BackwardPlan* out) {
-  out->plan = choose_plan(kFloat64Plans, call.cols, false, device);
+  out->plan = looped_plan(call.cols);
   out->blocks = call.rows < INT32_MAX ? call.rows : INT32_MAX;
   // Enough ranges of rows for eight blocks an SM, but no range shorter than the block's eight rows.
   const int64_t strips = divide_up(call.cols, kColumnsPerBlock);
@@ -151,7 +135,7 @@ cudaError_t backward_plan_of(const RmsNormBackward& call, BackwardPlan* out) {
     } else if (out->plan.path != Path::looped &&
                backward_shared<T>(out->plan, call.dh != nullptr) + kStaticShared <= device.max_shared) {
       units = static_cast<int64_t>(device.sms) * backward_blocks_per_sm(out->plan);
-      if (out->plan.path == Path::warp) rows_a_unit = out->plan.threads / out->plan.width;
+      if (out->plan.path == Path::warp || out->plan.packs == 1) rows_a_unit = out->plan.threads / out->plan.width;
     }
     if (units == 0) {
       plan_looped(call, device, out);

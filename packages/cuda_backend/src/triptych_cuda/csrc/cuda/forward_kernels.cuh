@@ -1,6 +1,7 @@
 // RMSNorm forward on the device, with and without the residual addition.
 //
 //   rms_norm_forward_held    a warp, block or cluster holds a whole row in registers: one read, one write
+//   rms_norm_forward_staged  a block or cluster holds it in shared memory: where registers would hold one row an SM
 //   rms_norm_forward_looped  a block walks over a row twice: any length, and float64
 //
 // Not persistent: a held row needs 16 (kPacks = 4) registers a thread, so 1,000 to 2,000 threads share an SM and while
@@ -35,13 +36,13 @@ struct ForwardArgs {
 // kernels): 1,024 threads with 64 bytes each in flight are more than twice what the memory's latency asks for
 // (2.2 TB/s of reads * 0.8 us / 132 SMs = 13 KB an SM); a cap of 40 or 48 spills.
 template <Scope kScope, int kPacks, bool kVector>
-constexpr int kForwardBlocks = !kVector || kPacks > 4 ? 1 : (kScope == Scope::warp ? 7 : 2);
+constexpr int kForwardBlocks = !kVector || kPacks > 4 ? 1 : (kScope == Scope::warp ? 3 : 2);
 
 // kPackedWeight: the weight is WeightAccess::same_packs; its loads then go out together with the row's, ahead of the
 // reduction (16 more registers at kPacks = 4, which the add variant does not have). Otherwise the gain is read after
 // it, from L1 or L2.
 template <class T, Scope kScope, int kPacks, bool kVector, bool kPackedWeight, bool kResidual>
-__global__ void __launch_bounds__(kScope == Scope::warp ? 128 : kMaxThreads, kForwardBlocks<kScope, kPacks, kVector>)
+__global__ void __launch_bounds__(kScope == Scope::warp ? 256 : kMaxThreads, kForwardBlocks<kScope, kPacks, kVector>)
     rms_norm_forward_held(const ForwardArgs<T> args) {
   constexpr int kWidth = kPackWidth<T>;
   __shared__ float slots[kSlots<kScope>];
@@ -117,6 +118,68 @@ __global__ void __launch_bounds__(kScope == Scope::warp ? 128 : kMaxThreads, kFo
       for (int e = 0; e < kWidth; ++e) gain[e] += args.weight.offset;
     } else {
       load_gain<T, kVector>(args.weight, slice, k, gain);
+    }
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) v[e] *= rstd;
+    if (args.round_before_weight) round_to<T>(v);
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) v[e] *= gain[e];
+    slice.store(y, k, pack<T>(v));
+  }
+}
+
+// A thread waits for its own copies only, and nothing of the row stays in registers: 32 of them let two blocks of 1,024
+// threads (or three of 512 with eight packs), 128 to 192 KB in flight, share an SM. Copies pass L1 by but L2 keeps them like ordinary loads, and so it does the
+// stores. kPackedWeight as above; without it 32 registers are too few.
+template <class T, Scope kScope, int kPacks, bool kPackedWeight>
+__global__ void __launch_bounds__(kScope == Scope::block ? 1024 : kMaxThreads,
+                                  kPackedWeight ? (kScope == Scope::block ? 2 : 4) : 1)
+    rms_norm_forward_staged(const ForwardArgs<T> args) {
+  constexpr int kWidth = kPackWidth<T>;
+  extern __shared__ uint4 staged[];
+  __shared__ float slots[kSlots<kScope>];
+  const RowGroup<kScope> group(args.width);
+  group.begin();
+  const Slice<T, true> slice{group.threads, group.member, static_cast<int>(args.cols)};
+  const auto slot = [&](int k) { return staged + k * static_cast<int>(blockDim.x) + threadIdx.x; };
+
+  const int64_t row = blockIdx.x >> group.shift();
+  const T* x = args.x + row * args.x_row_stride;
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) copy_async(slot(k), slice.at(x, k), slice.owns(k));
+  commit_copies();
+  wait_copies<0>();
+
+  float even = 0.0f, odd = 0.0f;
+#pragma unroll 2
+  for (int k = 0; k < kPacks; ++k) {
+    float v[kWidth];
+    unpack<T>(*slot(k), v);
+#pragma unroll
+    for (int e = 0; e < kWidth; e += 2) {
+      even = fmaf(v[e], v[e], even);
+      odd = fmaf(v[e + 1], v[e + 1], odd);
+    }
+  }
+  group.before_first_sum();
+  const float rstd = rsqrtf(group.sum(even + odd, slots) * args.inverse_cols + args.eps);
+  if (group.member == 0) args.rstd[row] = rstd;
+
+  T* y = args.y + row * args.cols;
+#pragma unroll 2
+  for (int k = 0; k < kPacks; ++k) {
+    float v[kWidth], gain[kWidth];
+    unpack<T>(*slot(k), v);
+    if constexpr (kPackedWeight) {
+      uint4 weight = make_uint4(0, 0, 0, 0);
+      if (slice.owns(k)) {
+        weight = __ldg(static_cast<const uint4*>(slice.at(static_cast<const T*>(args.weight.data), k)));
+      }
+      unpack<T>(weight, gain);
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) gain[e] += args.weight.offset;
+    } else {
+      load_gain<T, true>(args.weight, slice, k, gain);
     }
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) v[e] *= rstd;

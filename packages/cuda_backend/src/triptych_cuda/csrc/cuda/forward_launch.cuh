@@ -25,9 +25,11 @@ template <class T>
 Plan forward_plan_of(const RmsNormForward& call, const DeviceFacts& device) {
   const int64_t packs = divide_up(call.cols, kPackWidth<T>);
   if constexpr (std::is_same<T, double>::value) {
-    return choose_plan(kFloat64Plans, packs, false, device);
+    return looped_plan(packs);
   } else {
-    return choose_plan(kForwardPlans, packs, forward_takes_packs<T>(call), device);
+    const bool vectors = forward_takes_packs<T>(call);
+    return call.residual != nullptr ? choose_plan(kForwardAddPlans, packs, vectors, device)
+                                    : choose_plan(kForwardPlans, packs, vectors, device);
   }
 }
 
@@ -48,6 +50,12 @@ ForwardKernel<T> forward_kernel(const Plan& plan) {
     if (plan.packs == 8) return rms_norm_forward_held<T, Scope::block, 8, true, kPackedWeight, kResidual>;
   }
   return rms_norm_forward_held<T, Scope::block, 4, kVector, kPackedWeight, kResidual>;
+}
+
+template <class T, bool kPackedWeight>
+ForwardKernel<T> forward_staged_kernel(const Plan& plan) {
+  return plan.path == Path::cluster ? rms_norm_forward_staged<T, Scope::cluster, 8, kPackedWeight>
+                                    : rms_norm_forward_staged<T, Scope::block, 4, kPackedWeight>;
 }
 
 template <class T, class Acc>
@@ -77,6 +85,20 @@ cudaError_t launch_forward_looped(const RmsNormForward& call, const Plan& plan, 
   auto* kernel = call.residual != nullptr ? rms_norm_forward_looped<T, Acc, kWidth, true>
                                           : rms_norm_forward_looped<T, Acc, kWidth, false>;
   return launch(kernel, stream, blocks, plan.threads, 1, 0, args);
+}
+
+template <class T>
+cudaError_t launch_forward_staged(const RmsNormForward& call, const Plan& plan, const DeviceFacts& device,
+                                  cudaStream_t stream) {
+  static std::atomic<uint64_t> asked[4] = {};
+  const auto args = forward_args<T, float>(call, plan);
+  const bool packed = args.weight.access == WeightAccess::same_packs;
+  const bool cluster = plan.path == Path::cluster;
+  const auto kernel = packed ? forward_staged_kernel<T, true>(plan) : forward_staged_kernel<T, false>(plan);
+  const cudaError_t status =
+      allow_shared(reinterpret_cast<const void*>(kernel), device, &asked[(packed ? 1 : 0) + (cluster ? 2 : 0)]);
+  if (status != cudaSuccess) return status;
+  return launch(kernel, stream, call.rows * plan.width, plan.threads, plan.width, plan.packs * plan.threads * 16, args);
 }
 
 template <class T, bool kResidual>
@@ -110,6 +132,7 @@ cudaError_t forward_of(const RmsNormForward& call, cudaStream_t stream) {
       return packs ? launch_forward_looped<T, float, kPackWidth<T>>(call, plan, stream)
                    : launch_forward_looped<T, float, 1>(call, plan, stream);
     }
+    if (plan.staged) return launch_forward_staged<T>(call, plan, device, stream);
     return call.residual != nullptr ? launch_forward_held<T, true>(call, plan, packs, stream)
                                     : launch_forward_held<T, false>(call, plan, packs, stream);
   }

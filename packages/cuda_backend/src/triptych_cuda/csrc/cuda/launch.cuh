@@ -1,7 +1,10 @@
 // What every launch shares: alignment, the weight's view, and the launch itself.
 #pragma once
 
+#include <atomic>
+
 #include "plan.h"
+#include "row_group.cuh"
 #include "weights.cuh"
 
 namespace triptych {
@@ -38,6 +41,23 @@ WeightView<Acc> view_weight(const void* weight, int64_t stride, double offset, D
     }
   }
   return view;
+}
+
+// Static shared memory of a kernel, at most: it counts against the limit of the dynamic kind.
+constexpr int kStaticShared = 2 * kSlots<Scope::cluster> * static_cast<int>(sizeof(float));
+
+// More than 48 KB of dynamic shared memory must be asked for, once per kernel and device, and so must the split of L1
+// that lets all of an SM's blocks be there together: with less, a part of a persistent grid would wait for the rest to
+// end. `asked`: one of the kernel's own, a bit a device.
+inline cudaError_t allow_shared(const void* kernel, const DeviceFacts& device, std::atomic<uint64_t>* asked) {
+  const uint64_t bit = device.device < 64 ? uint64_t{1} << device.device : 0;
+  if ((asked->load(std::memory_order_relaxed) & bit) != 0) return cudaSuccess;
+  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            device.max_shared - kStaticShared);
+  if (status != cudaSuccess) return status;
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  if (status == cudaSuccess) asked->fetch_or(bit, std::memory_order_relaxed);
+  return status;
 }
 
 // `cluster`: blocks of a cluster, 1 for none.

@@ -91,13 +91,25 @@ __device__ __forceinline__ void round_to(float (&values)[kPackWidth<T>]) {
   if constexpr (!std::is_same<T, float>::value) unpack<T>(pack<T>(values), values);
 }
 
-// Read-only data used once: kept out of L1, so that the weight, which every row of a block reads again, stays in.
-__device__ __forceinline__ uint4 load_streamed(const void* address) {
-  uint4 bits;
-  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-      : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
-      : "l"(address));
-  return bits;
+// Read-only data. With L1::no_allocate, which would leave L1 to the weight, L2 gives the lines of x up first and those of
+// y pile up in it: on an H200 the forward then ran at .92 of the copy rate instead of .95.
+__device__ __forceinline__ uint4 load_pack(const void* address) { return __ldg(static_cast<const uint4*>(address)); }
+
+// 16 bytes from global to shared memory, in the background. Each thread copies what it alone will read, so that it need
+// only wait for itself.
+__device__ __forceinline__ void copy_async(uint4* shared, const void* global, bool wanted) {
+  // A source size of 0 fills the 16 bytes with zeros and reads nothing, so the address may lie outside.
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+               "l"(global), "r"(wanted ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // ---- the columns of one thread ---------------------------------------------------------------------------------
@@ -131,7 +143,7 @@ struct Slice {
   __device__ __forceinline__ uint4 load(const T* row, int k) const {
     uint4 bits = make_uint4(0, 0, 0, 0);
     if constexpr (kVector) {
-      if (owns(k)) bits = load_streamed(at(row, k));
+      if (owns(k)) bits = load_pack(at(row, k));
     } else {
       using Raw = typename std::conditional<sizeof(T) == 2, unsigned short, unsigned int>::type;
       constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));

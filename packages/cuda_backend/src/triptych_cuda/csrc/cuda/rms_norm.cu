@@ -56,7 +56,7 @@ namespace {
 
 int64_t bytes_of(DType dtype) { return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2; }
 
-bool known_dtype(DType dtype) { return bytes_of(dtype) > 0 && dtype >= DType::float32 && dtype <= DType::float64; }
+bool known_dtype(DType dtype) { return dtype >= DType::float32 && dtype <= DType::float64; }
 
 bool weight_fits(const void* weight, int64_t stride, DType weight_dtype, DType x_dtype) {
   if (!known_dtype(x_dtype) || !known_dtype(weight_dtype)) return false;
@@ -112,7 +112,7 @@ cudaError_t rms_norm_forward(const RmsNormForward& call, cudaStream_t stream) {
 int64_t rms_norm_backward_workspace_bytes(const RmsNormBackward& call) {
   if (!follows_the_rules(call) || empty(call.rows, call.cols) || call.dw == nullptr) return 0;
   BackwardPlan plan;
-  if (backward_plan(call, &plan) != cudaSuccess) return 0;
+  if (backward_plan(call, &plan) != cudaSuccess) return 0;  // rms_norm_backward will return the error
   return plan.partials * call.cols * (call.x_dtype == DType::float64 ? 8 : 4);
 }
 
@@ -123,7 +123,12 @@ cudaError_t rms_norm_backward(const RmsNormBackward& call, cudaStream_t stream) 
     if (call.dw == nullptr) return cudaSuccess;
     return cudaMemsetAsync(call.dw, 0, static_cast<size_t>(call.cols * bytes_of(call.weight_dtype)), stream);
   }
-  if (call.dw != nullptr && (call.workspace == nullptr || !aligned16(call.workspace))) return cudaErrorInvalidValue;
+  if (call.dw != nullptr && (call.workspace == nullptr || !aligned16(call.workspace))) {
+    // No workspace may be the consequence of an error that rms_norm_backward_workspace_bytes could not report.
+    BackwardPlan plan;
+    const cudaError_t status = backward_plan(call, &plan);
+    return status == cudaSuccess ? cudaErrorInvalidValue : status;
+  }
   switch (call.x_dtype) {
     case DType::float32: return backward_of<float>(call, stream);
     case DType::float16: return backward_of<__half>(call, stream);

@@ -1,4 +1,5 @@
-// The threads that share a row, and their sum: a (part of a) warp, a block, or a thread-block cluster.
+// The threads that share a row, and their sum: a (part of a) warp, a team (some of a block's warps), a block, or a
+// thread-block cluster.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +9,9 @@
 namespace triptych {
 namespace cuda {
 
-enum class Scope : int { warp, block, cluster };
+enum class Scope : int { warp, team, block, cluster };
 
-constexpr int kMaxThreads = 512;      // a block, in every kernel that holds a row
+constexpr int kMaxThreads = 512;      // a block, in every kernel that holds four packs a thread in registers
 constexpr int kMaxClusterBlocks = 8;  // the size that every device of compute capability 9.0 can place
 constexpr uint32_t kWholeWarp = 0xffffffffu;
 
@@ -75,20 +76,36 @@ __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ void store_remote(float*, int, float) { __trap(); }
 #endif
 
+// Programmatic dependent launch: the next grid may be placed while this one ends, and waits there for all of it.
+// Without the attribute at its launch (and below 9.0) both do nothing, and the grids run one after the other.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void let_next_grid_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_last_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#else
+__device__ __forceinline__ void let_next_grid_start() {}
+__device__ __forceinline__ void wait_for_last_grid() {}
+#endif
+
 template <Scope kScope>
 struct RowGroup {
   int threads;  // that share a row
   int member;   // this thread among them
   int blocks;   // that share a row (1 but for clusters)
   int rank;     // this block among them
+  int team;     // which of the block's teams (0 but for teams)
 
-  // `width`: for a warp, threads a row (a power of two up to 32); for a cluster, blocks a row; else ignored.
-  __device__ __forceinline__ explicit RowGroup(int width) : blocks(1), rank(0) {
+  // `width`: for a warp, threads a row (a power of two up to 32); for a team, threads a row (a multiple of 32 that
+  // divides the block); for a cluster, blocks a row; else ignored.
+  __device__ __forceinline__ explicit RowGroup(int width) : blocks(1), rank(0), team(0) {
     const int thread = static_cast<int>(threadIdx.x);
     const int block_threads = static_cast<int>(blockDim.x);
     if constexpr (kScope == Scope::warp) {
       threads = width;
       member = thread & (width - 1);
+    } else if constexpr (kScope == Scope::team) {
+      threads = width;
+      team = thread / width;
+      member = thread - team * width;
     } else if constexpr (kScope == Scope::block) {
       threads = block_threads;
       member = thread;
@@ -123,6 +140,12 @@ struct RowGroup {
   __device__ __forceinline__ float sum(float value, float* slots) const {
     if constexpr (kScope == Scope::warp) {
       return sum_lanes(value, threads);
+    } else if constexpr (kScope == Scope::team) {
+      // The teams meet at the block's barrier: they stay in step, which the memory likes (plan.h).
+      value = sum_warp(value);
+      if ((threadIdx.x & 31) == 0) slots[threadIdx.x >> 5] = value;
+      __syncthreads();
+      return sum_slots<32>(slots + team * (threads >> 5), threads >> 5);
     } else if constexpr (kScope == Scope::block) {
       return sum_block(value, slots);
     } else {
