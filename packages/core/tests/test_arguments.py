@@ -203,3 +203,45 @@ def test_an_eps_that_follows_from_a_size_is_a_number_to_a_compiler() -> None:
             x = torch.ones(rows, 8)
             assert torch.equal(compiled(x), triptych.rms_norm(x, eps=0.1 * rows))
     assert seen == {("rms_norm", "forward", "composite"): 6}
+
+
+GOOD = {"dy": X, "x": X, "weight": W, "rstd": torch.ones(2)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (
+            {"dy": torch.ones(1, 8)},
+            "dy is [1, 8] in torch.float32 on cpu. Beside an x of [2, 8] in torch.float32 it must be [2, 8] in torch.float32 "
+            "on cpu.",
+        ),
+        (
+            {"rstd": torch.ones(1)},
+            "rstd is [1] in torch.float32 on cpu. Beside an x of [2, 8] in torch.float32 it must be [2] in torch.float32 on "
+            "cpu.",
+        ),
+        (
+            {"dy": X.bfloat16()},
+            "dy is [2, 8] in torch.bfloat16 on cpu. Beside an x of [2, 8] in torch.float32 it must be [2, 8] in "
+            "torch.float32 on cpu.",
+        ),
+        (
+            {"weight": torch.ones(7)},
+            "weight has shape [7] and x has shape [2, 8]. weight must have shape [8], the last dimension of x.",
+        ),
+        ({"x": torch.tensor(1.0)}, "x is a scalar tensor. It needs at least one dimension, the one to normalise."),
+        ({"rounding": "zz"}, "rounding is 'zz'. It must be 'after_weight' or 'before_weight'."),
+    ],
+)
+def test_the_backward_operator_checks_as_well(wrong: dict[str, Any], text: str) -> None:
+    args = {**GOOD, "eps": 1e-6, "offset": 0.0, "rounding": "after_weight", **wrong}
+    for policy in ("composite", "torch"):
+        with triptych.use(policy), ran() as seen, pytest.raises(triptych.ArgumentError) as raised:
+            torch.ops.triptych.rms_norm_backward(*args.values(), True, True, "")
+        assert str(raised.value) == f"rms_norm_backward: {text}"
+        assert seen == {}
+    add = {"dy": args["dy"], "dh": torch.ones(3, 8), "h": args["x"], **{k: args[k] for k in list(args)[2:]}}
+    with ran() as seen, pytest.raises(triptych.ArgumentError, match="^add_rms_norm_backward: "):
+        torch.ops.triptych.add_rms_norm_backward(*add.values(), True, True, "")
+    assert seen == {}

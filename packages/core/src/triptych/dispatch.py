@@ -162,7 +162,8 @@ class Op:
 
     def through_operator(self, layer: str, *args: Any) -> Any:
         """The call as `torch.ops.triptych.<op>`, without the outputs that only backward needs."""
-        if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+        recorded = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if not torch.compiler.is_compiling() and not recorded:
             check_scalars(self.spec, args[self._tensor_count :])
             self.spec.check(*args)  # what the schema would say of a wrong type is of no use to a user
             _check_transforms(self.spec.name, args[: self._tensor_count])

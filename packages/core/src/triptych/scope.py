@@ -91,15 +91,8 @@ def process_scope() -> Scope:
     global _process, _environment_text
     with _lock:
         if _process is None:
-            environment.check_variables(os.environ)
-            policy = Policy()
-            names = {"backends": registry.backends.names(), "ops": registry.ops.names()}
-            found = environment.configured()
-            if found is not None:
-                text, where = found
-                policy = policy.extended(parse(text, where, **names))
             text = os.environ.get("TRIPTYCH_BACKEND", "")
-            policy = policy.extended(parse(text, "TRIPTYCH_BACKEND", **names))
+            policy = environment.policy(os.environ, backends=registry.backends.names(), ops=registry.ops.names())
             from triptych import tools  # which import this module
 
             tools.install_from_environment(policy)

@@ -77,7 +77,7 @@ def write(op: Op, backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _observed() -> bool:
     """Whether a function mode would miss the call. torch.set_default_device is one, and has no interest in it."""
-    stack = torch.overrides._get_current_function_mode_stack()
+    stack = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return any(type(mode) is not DeviceContext for mode in stack)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from triptych.cli.output import run_program
 from triptych.errors import BuildError
 from triptych_cuda.native.builder import cache_root
 from triptych_cuda.native.recipe import PARTS
@@ -68,4 +69,4 @@ def build(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program("triptych_cuda", main))

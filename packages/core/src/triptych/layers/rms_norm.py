@@ -75,7 +75,7 @@ class _Norm(Layer):
         if not isinstance(x, Tensor):
             raise ArgumentError(f"{type(self).__name__}: the input is a {type(x).__name__}. It must be a torch.Tensor.")
         # Under torch.jit.trace sizes are recorded values; there the op checks them, when it runs.
-        known = not torch.jit.is_tracing()
+        known = not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if known and tuple(x.shape[-len(self.normalized_shape) :]) != self.normalized_shape:
             raise ArgumentError(
                 f"{type(self).__name__}: the input has shape {list(x.shape)}. Its last dimensions must be "

@@ -72,6 +72,23 @@ def check(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset
             )
 
 
+def check_backward(
+    dy: Tensor,
+    dh: Tensor | None,
+    h: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    eps: float,
+    offset: float,
+    rounding: str,
+    need_dx: bool,
+    need_dw: bool,
+) -> None:
+    """Raise ArgumentError unless the arguments of `add_rms_norm_backward` fit together."""
+    grads = (("dy", dy), ("dh", dh))
+    norm.check_norm_backward("add_rms_norm_backward", grads, h, weight, rstd, eps, offset, rounding)
+
+
 def fake_forward(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str
 ) -> Tensors:
@@ -219,6 +236,7 @@ SPEC = OpSpec(
         bound=bound_backward,
     ),
     check=check,
+    check_backward=check_backward,
     typical=typical,
     samples=lambda: norm.norm_samples(2),
     differentiable=("y", "h"),

@@ -91,8 +91,6 @@ def check_norm(op: str, x: Tensor, weight: Tensor | None, eps: float, offset: fl
         )
     if x.dim() == 0:
         raise ArgumentError(f"{op}: x is a scalar tensor. It needs at least one dimension, the one to normalise.")
-    _check_number(op, "eps", eps)
-    _check_number(op, "offset", offset)
     if weight is not None:
         _check_weight(op, x, weight)
     elif offset != 0:
@@ -122,13 +120,6 @@ def check_plain(op: str, name: str, tensor: Tensor) -> None:
         )
 
 
-def _check_number(op: str, name: str, value: object) -> None:
-    # bool is an int, and a tensor of one element passes for a float until it reaches a kernel: neither is meant.
-    if isinstance(value, bool) or not isinstance(value, float | int):
-        shown = f" ({value!r})" if isinstance(value, str | bool) else ""
-        raise ArgumentError(f"{op}: {name} is a {type(value).__name__}{shown}. It must be a float.")
-
-
 def _check_weight(op: str, x: Tensor, weight: Tensor) -> None:
     if not isinstance(weight, Tensor):
         raise ArgumentError(f"{op}: weight is a {type(weight).__name__}. It must be a torch.Tensor or None.")
@@ -153,6 +144,46 @@ def _check_weight(op: str, x: Tensor, weight: Tensor) -> None:
             f"{op}: weight has dtype {weight.dtype} and x has dtype {x.dtype}. A float32 x takes a float32 weight; "
             f"convert it with weight.float()."
         )
+
+
+def check_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    eps: float,
+    offset: float,
+    rounding: str,
+    need_dx: bool,
+    need_dw: bool,
+) -> None:
+    """Raise ArgumentError unless the arguments of `rms_norm_backward` fit together."""
+    check_norm_backward("rms_norm_backward", (("dy", dy),), x, weight, rstd, eps, offset, rounding)
+
+
+def check_norm_backward(
+    op: str,
+    like_x: tuple[tuple[str, Tensor | None], ...],
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    eps: float,
+    offset: float,
+    rounding: str,
+) -> None:
+    """The same for a backward: `like_x` are the tensors that must have the shape, dtype and device of x."""
+    check_norm(op, x, weight, eps, offset, rounding)
+    of_rstd = (x.shape[:-1], statistics_dtype(x.dtype), x.device)
+    wanted = [(name, tensor, (x.shape, x.dtype, x.device)) for name, tensor in like_x if tensor is not None]
+    for name, tensor, (shape, dtype, device) in (*wanted, ("rstd", rstd, of_rstd)):
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(f"{op}: {name} is a {type(tensor).__name__}. It must be a torch.Tensor.")
+        check_plain(op, name, tensor)
+        if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
+            raise ArgumentError(
+                f"{op}: {name} is {list(tensor.shape)} in {tensor.dtype} on {tensor.device}. Beside an x of "
+                f"{list(x.shape)} in {x.dtype} it must be {list(shape)} in {dtype} on {device}."
+            )
 
 
 def fake_forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> Tensors:
@@ -360,6 +391,7 @@ SPEC = OpSpec(
         bound=bound_backward,
     ),
     check=check,
+    check_backward=check_backward,
     typical=typical,
     samples=lambda: norm_samples(1),
     differentiable=("y",),

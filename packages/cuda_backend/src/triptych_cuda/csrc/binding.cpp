@@ -3,13 +3,10 @@
 #include "cpu/kernels.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
 #include <memory>
 #include <string>
-#include <tuple>
 #include <vector>
 #ifdef __linux__
 #include <sys/mman.h>
@@ -28,15 +25,6 @@ std::atomic<const cpu::Kernels*> chosen{nullptr};
 const cpu::Kernels& kernels() {
   const cpu::Kernels* found = chosen.load(std::memory_order_relaxed);
   return found ? *found : *cpu::variants().list[0];
-}
-
-cpu::Dtype dtype_of(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat: return cpu::Dtype::float32;
-    case at::kBFloat16: return cpu::Dtype::bfloat16;
-    case at::kHalf: return cpu::Dtype::float16;
-    default: return cpu::Dtype::float64;
-  }
 }
 
 cpu::Rounding rounding_of(bool before_weight) {
@@ -79,11 +67,9 @@ class Gain {
       row = heap_.get();
     }
     cpu::GainArgs args{};
-    args.dtype = dtype_of(x);
-    args.weight_dtype = weight ? dtype_of(*weight) : args.dtype;
+    args.dtype = dtype_of<cpu::Dtype>(x);
     args.columns = columns;
-    args.weight = weight ? weight->const_data_ptr() : nullptr;
-    args.weight_stride = weight ? weight->stride(0) : 0;
+    set_weight(args, weight);
     args.offset = offset;
     args.gain = row;
     kernels().gain(args);
@@ -98,23 +84,25 @@ class Gain {
   const void* data_;
 };
 
-std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor* residual, const OptionalTensor& weight,
-                                           double eps, double offset, bool before_weight) {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
+std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const OptionalTensor& residual,
+                                           const OptionalTensor& weight, double eps, double offset,
+                                           bool before_weight) {
   check_data(x, at::kCPU);
   check_weight(weight, x);
   if (residual) check_like("residual", *residual, x);
   Tensor y = empty_like_data(x);
   Tensor h = residual ? empty_like_data(x) : Tensor();
   Tensor rstd = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(wide_type(x)));
+  const int64_t rows = row_count(x);
+  if (rows == 0) return {y, h, rstd};
 
   const Rows x_rows = rows_of(x);
   const Rows residual_rows = residual ? rows_of(*residual) : Rows{};
   const Gain gain(weight, offset, x);
   cpu::ForwardArgs args{};
-  args.dtype = dtype_of(x);
+  args.dtype = dtype_of<cpu::Dtype>(x);
   args.rounding = rounding_of(before_weight);
-  args.rows = row_count(x);
+  args.rows = rows;
   args.columns = x.size(-1);
   args.x = x_rows.data;
   args.x_stride = x_rows.stride;
@@ -134,7 +122,6 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor* residu
 std::tuple<Tensor, Tensor> backward(const Tensor& dy, const OptionalTensor& dh, const Tensor& x,
                                     const OptionalTensor& weight, const Tensor& rstd, double offset, bool before_weight,
                                     bool need_dx, bool need_dw) {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
   check_data(x, at::kCPU);
   check_weight(weight, x);
   check_like("dy", dy, x);
@@ -143,15 +130,16 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy, const OptionalTensor& dh, 
   need_dw = need_dw && weight.has_value();
   Tensor dx = need_dx ? empty_like_data(x) : nothing_like(x);
   Tensor dw = need_dw ? at::empty(weight->sizes(), weight->options()) : nothing_like(weight ? *weight : x);
-  const int64_t columns = x.size(-1);
-  if (columns == 0 || (!need_dx && !need_dw)) return {dx, dw};
+  const int64_t rows = row_count(x), columns = x.size(-1);
+  if (need_dw && rows == 0) dw.zero_();
+  if (rows == 0 || columns == 0 || (!need_dx && !need_dw)) return {dx, dw};
 
   const Rows x_rows = rows_of(x), dy_rows = rows_of(dy), dh_rows = dh ? rows_of(*dh) : Rows{};
   const Gain gain(weight, offset, x);
   cpu::BackwardArgs args{};
-  args.dtype = dtype_of(x);
+  args.dtype = dtype_of<cpu::Dtype>(x);
   args.rounding = rounding_of(before_weight);
-  args.rows = row_count(x);
+  args.rows = rows;
   args.columns = columns;
   args.dy = dy_rows.data;
   args.dy_stride = dy_rows.stride;
@@ -165,35 +153,17 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy, const OptionalTensor& dh, 
   args.chunk_rows = cpu::chunk_rows(args.rows, columns);
   const int64_t chunks = (args.rows + args.chunk_rows - 1) / args.chunk_rows;
   std::unique_ptr<char[]> partials;
-  if (need_dw) partials.reset(new char[std::max<int64_t>(1, chunks * columns) * c10::elementSize(wide_type(x))]);
+  if (need_dw) partials.reset(new char[chunks * columns * c10::elementSize(wide_type(x))]);
   args.partials = partials.get();
   const cpu::Kernels& run = kernels();
   at::parallel_for(0, chunks, grain(args.chunk_rows * columns),
                    [&](int64_t begin, int64_t end) { run.backward(args, begin, end); });
   if (need_dw) {
-    cpu::WeightGradArgs sum{args.dtype, dtype_of(*weight), chunks, columns, partials.get(), dw.data_ptr()};
+    cpu::WeightGradArgs sum{args.dtype, dtype_of<cpu::Dtype>(*weight), chunks, columns, partials.get(), dw.data_ptr()};
     at::parallel_for(0, columns, grain(chunks),
                      [&](int64_t begin, int64_t end) { run.weight_grad(sum, begin, end); });
   }
   return {dx, dw};
-}
-
-std::tuple<Tensor, Tensor> rms_norm_forward(const Tensor& x, const OptionalTensor& weight, double eps, double offset,
-                                            bool before_weight) {
-  auto [y, h, rstd] = forward(x, nullptr, weight, eps, offset, before_weight);
-  return {y, rstd};
-}
-
-std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& dy, const Tensor& x, const OptionalTensor& weight,
-                                             const Tensor& rstd, double offset, bool before_weight, bool need_dx,
-                                             bool need_dw) {
-  return backward(dy, std::nullopt, x, weight, rstd, offset, before_weight, need_dx, need_dw);
-}
-
-std::tuple<Tensor, Tensor, Tensor> add_rms_norm_forward(const Tensor& x, const Tensor& residual,
-                                                        const OptionalTensor& weight, double eps, double offset,
-                                                        bool before_weight) {
-  return forward(x, &residual, weight, eps, offset, before_weight);
 }
 
 std::vector<std::string> variant_names() {
@@ -213,11 +183,7 @@ void select_variant(const std::string& name) {
 
 PYBIND11_MODULE(_cpu, module) {
   using namespace triptych;
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
-  module.def("rms_norm_forward", &rms_norm_forward, Unlocked());
-  module.def("rms_norm_backward", &rms_norm_backward, Unlocked());
-  module.def("add_rms_norm_forward", &add_rms_norm_forward, Unlocked());
-  module.def("add_rms_norm_backward", &backward, Unlocked());
+  define_phases<&forward, &backward>(module);
   module.def("variants", &variant_names);
   module.def("variant", [] { return std::string(kernels().name); });
   module.def("select_variant", &select_variant);

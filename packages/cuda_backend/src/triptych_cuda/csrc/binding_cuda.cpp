@@ -2,38 +2,18 @@
 #include "border.h"
 #include "cuda/kernels.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/full.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <cmath>
 #include <string>
-#include <tuple>
 
 namespace triptych {
 namespace {
 
 using at::Tensor;
-
-// What every call sets up first: no autograd inside, and the data's device current. The guard is taken before
-// anything is allocated or copied; on a thread that has made no CUDA call it is what creates the context.
-struct OnDevice {
-  explicit OnDevice(const Tensor& x) : device(x.device()) {}
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  c10::cuda::CUDAGuard device;
-};
-
-cuda::DType dtype_of(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat: return cuda::DType::float32;
-    case at::kBFloat16: return cuda::DType::bfloat16;
-    case at::kHalf: return cuda::DType::float16;
-    default: return cuda::DType::float64;
-  }
-}
 
 cudaStream_t stream_of(const Tensor& x) { return c10::cuda::getCurrentCUDAStream(x.device().index()).stream(); }
 
@@ -43,7 +23,7 @@ struct Forward {
   Rows x, residual;
   cuda::RmsNormForward call;
 
-  Forward(const Tensor& data, const Tensor* other, const OptionalTensor& weight, double eps, double offset,
+  Forward(const Tensor& data, const OptionalTensor& other, const OptionalTensor& weight, double eps, double offset,
           bool before_weight)
       : x(rows_of(data)) {
     if (other) {
@@ -53,16 +33,12 @@ struct Forward {
     }
     call.x = x.data;
     call.x_row_stride = x.stride;
-    if (weight) {
-      call.weight = weight->const_data_ptr();
-      call.weight_stride = weight->stride(0);
-      call.weight_dtype = dtype_of(*weight);
-    }
+    set_weight(call, weight);
     call.rows = row_count(data);
     call.cols = data.size(-1);
     call.eps = eps;
     call.offset = offset;
-    call.x_dtype = dtype_of(data);
+    call.x_dtype = dtype_of<cuda::DType>(data);
     call.round_before_weight = before_weight;
   }
 };
@@ -84,26 +60,25 @@ struct Backward {
     }
     call.x = x.data;
     call.x_row_stride = x.stride;
-    if (weight) {
-      call.weight = weight->const_data_ptr();
-      call.weight_stride = weight->stride(0);
-      call.weight_dtype = dtype_of(*weight);
-    }
+    set_weight(call, weight);
     call.rstd = rstd.const_data_ptr();
     call.rows = row_count(data);
     call.cols = data.size(-1);
     call.offset = offset;
-    call.x_dtype = dtype_of(data);
+    call.x_dtype = dtype_of<cuda::DType>(data);
     call.round_before_weight = before_weight;
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor* residual, const OptionalTensor& weight,
-                                           double eps, double offset, bool before_weight) {
+// Both take the guard before they allocate or copy: on a thread that has made no CUDA call it creates the context.
+
+std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const OptionalTensor& residual,
+                                           const OptionalTensor& weight, double eps, double offset,
+                                           bool before_weight) {
   check_data(x, at::kCUDA);
   check_weight(weight, x);
   if (residual) check_like("residual", *residual, x);
-  const OnDevice here(x);
+  const c10::cuda::CUDAGuard here(x.device());
   Tensor y = at::empty(x.sizes(), x.options());
   Tensor h = residual ? at::empty(x.sizes(), x.options()) : Tensor();
   const auto statistics = x.options().dtype(wide_type(x));
@@ -111,6 +86,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor* residu
   // Rows of no columns have a mean square of 0, and no kernel runs for them.
   if (x.size(-1) == 0) return {y, h, at::full(leading, 1.0 / std::sqrt(eps), statistics)};
   Tensor rstd = at::empty(leading, statistics);
+  if (row_count(x) == 0) return {y, h, rstd};
   Forward launch(x, residual, weight, eps, offset, before_weight);
   launch.call.y = y.data_ptr();
   launch.call.h = residual ? h.data_ptr() : nullptr;
@@ -126,12 +102,14 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy, const OptionalTensor& dh, 
   check_weight(weight, x);
   check_like("dy", dy, x);
   if (dh) check_like("dh", *dh, x);
-  const OnDevice here(x);
+  const c10::cuda::CUDAGuard here(x.device());
   const Tensor statistics = checked_rstd(rstd, x);
   need_dw = need_dw && weight.has_value();
   Tensor dx = need_dx ? at::empty(x.sizes(), x.options()) : nothing_like(x);
   Tensor dw = need_dw ? at::empty(weight->sizes(), weight->options()) : nothing_like(weight ? *weight : x);
-  if (x.size(-1) == 0 || (!need_dx && !need_dw)) return {dx, dw};
+  const bool empty = row_count(x) == 0;
+  if (need_dw && empty) dw.zero_();
+  if (empty || x.size(-1) == 0 || (!need_dx && !need_dw)) return {dx, dw};
   Backward launch(dy, dh, x, weight, statistics, offset, before_weight);
   launch.call.dx = need_dx ? dx.data_ptr() : nullptr;
   launch.call.dw = need_dw ? dw.data_ptr() : nullptr;
@@ -143,24 +121,6 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy, const OptionalTensor& dh, 
   }
   C10_CUDA_CHECK(cuda::rms_norm_backward(launch.call, stream_of(x)));
   return {dx, dw};
-}
-
-std::tuple<Tensor, Tensor> rms_norm_forward(const Tensor& x, const OptionalTensor& weight, double eps, double offset,
-                                            bool before_weight) {
-  auto [y, h, rstd] = forward(x, nullptr, weight, eps, offset, before_weight);
-  return {y, rstd};
-}
-
-std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& dy, const Tensor& x, const OptionalTensor& weight,
-                                             const Tensor& rstd, double offset, bool before_weight, bool need_dx,
-                                             bool need_dw) {
-  return backward(dy, std::nullopt, x, weight, rstd, offset, before_weight, need_dx, need_dw);
-}
-
-std::tuple<Tensor, Tensor, Tensor> add_rms_norm_forward(const Tensor& x, const Tensor& residual,
-                                                        const OptionalTensor& weight, double eps, double offset,
-                                                        bool before_weight) {
-  return forward(x, &residual, weight, eps, offset, before_weight);
 }
 
 std::string path_name(cuda::Path path) {
@@ -179,8 +139,8 @@ alignas(256) char aligned_output[256];
 std::string forward_path(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                          bool before_weight) {
   check_data(x, at::kCUDA);
-  const OnDevice here(x);
-  Forward launch(x, residual ? &*residual : nullptr, weight, 0.0, 0.0, before_weight);
+  const c10::cuda::CUDAGuard here(x.device());
+  Forward launch(x, residual, weight, 0.0, 0.0, before_weight);
   launch.call.y = launch.call.rstd = aligned_output;
   launch.call.h = residual ? aligned_output : nullptr;
   return path_name(cuda::rms_norm_forward_path(launch.call));
@@ -189,7 +149,7 @@ std::string forward_path(const Tensor& x, const OptionalTensor& residual, const 
 std::string backward_path(const Tensor& dy, const OptionalTensor& dh, const Tensor& x, const OptionalTensor& weight,
                           const Tensor& rstd, bool before_weight, bool need_dx, bool need_dw) {
   check_data(x, at::kCUDA);
-  const OnDevice here(x);
+  const c10::cuda::CUDAGuard here(x.device());
   Backward launch(dy, dh, x, weight, checked_rstd(rstd, x), 0.0, before_weight);
   launch.call.dx = need_dx ? aligned_output : nullptr;
   launch.call.dw = need_dw && weight ? aligned_output : nullptr;
@@ -202,11 +162,8 @@ std::string backward_path(const Tensor& dy, const OptionalTensor& dh, const Tens
 
 PYBIND11_MODULE(_cuda, module) {
   using namespace triptych;
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
-  module.def("rms_norm_forward", &rms_norm_forward, Unlocked());
-  module.def("rms_norm_backward", &rms_norm_backward, Unlocked());
-  module.def("add_rms_norm_forward", &add_rms_norm_forward, Unlocked());
-  module.def("add_rms_norm_backward", &backward, Unlocked());
+  using Unlocked = py::call_guard<py::gil_scoped_release, at::AutoDispatchBelowADInplaceOrView>;
+  define_phases<&forward, &backward>(module);
   module.def("forward_path", &forward_path, Unlocked());
   module.def("backward_path", &backward_path, Unlocked());
 }

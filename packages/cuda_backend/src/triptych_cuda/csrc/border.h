@@ -1,16 +1,50 @@
-// The border between PyTorch and the kernels: what a tensor must be, checked once, and how it becomes rows.
+// The border between PyTorch and the kernels: the entry points of a module, what a tensor must be, checked once, and
+// how it becomes rows.
 #pragma once
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <optional>
+#include <tuple>
 
 namespace triptych {
 
 using OptionalTensor = std::optional<at::Tensor>;
+
+// The tensor itself, or a copy where its memory does not hold its elements: with the negative bit the signs are turned,
+// and a zero tensor (forward-mode autograd makes them) has no memory at all.
+inline at::Tensor plain(const at::Tensor& tensor) {
+  if (tensor._is_zerotensor()) return at::zeros(tensor.sizes(), tensor.options());
+  return tensor.is_neg() ? tensor.resolve_neg() : tensor;
+}
+
+inline OptionalTensor plain(const OptionalTensor& tensor) { return tensor ? OptionalTensor(plain(*tensor)) : tensor; }
+
+// The kernels' name for a dtype that `check_data` or `check_weight` accepts. Each part has an enumeration of its own.
+template <class Dtype>
+Dtype dtype_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat: return Dtype::float32;
+    case at::kBFloat16: return Dtype::bfloat16;
+    case at::kHalf: return Dtype::float16;
+    default: return Dtype::float64;
+  }
+}
+
+// The weight's fields of a kernel's arguments; without a weight they keep what they have.
+template <class Arguments>
+void set_weight(Arguments& args, const OptionalTensor& weight) {
+  if (!weight) return;
+  args.weight = weight->const_data_ptr();
+  args.weight_stride = weight->stride(0);
+  args.weight_dtype = dtype_of<decltype(args.weight_dtype)>(*weight);
+}
 
 // A tensor as a matrix of rows: element (r, c) is data[r * stride + c]. `owner` keeps the memory alive where the
 // layout had to be copied; the stride always belongs to the memory that `data` points to.
@@ -40,12 +74,12 @@ inline std::optional<int64_t> row_stride(const at::Tensor& tensor) {
   return found.value_or(sizes[last]);
 }
 
+// The tensor must be plain.
 inline Rows rows_of(const at::Tensor& tensor) {
   Rows rows;
-  std::optional<int64_t> stride;
-  if (!tensor.is_neg()) stride = row_stride(tensor);
+  const std::optional<int64_t> stride = row_stride(tensor);
   if (!stride) {
-    rows.owner = tensor.resolve_neg().contiguous();
+    rows.owner = tensor.contiguous();
     rows.data = rows.owner.const_data_ptr();
     rows.stride = rows.owner.size(-1);
     return rows;
@@ -84,7 +118,7 @@ inline void check_like(const char* name, const at::Tensor& tensor, const at::Ten
 inline void check_weight(const OptionalTensor& weight, const at::Tensor& x) {
   if (!weight) return;
   TORCH_CHECK_VALUE(weight->dim() == 1 && weight->size(0) == x.size(-1) && weight->device() == x.device() &&
-                        weight->layout() == at::kStrided && !weight->is_neg(),
+                        weight->layout() == at::kStrided,
                     "weight is ", weight->sizes(), " on ", weight->device(), "; it must be a plain tensor [", x.size(-1),
                     "] on ", x.device(), ".");
   const auto type = weight->scalar_type();
@@ -104,5 +138,45 @@ inline at::Tensor checked_rstd(const at::Tensor& rstd, const at::Tensor& x) {
 }
 
 inline at::Tensor nothing_like(const at::Tensor& tensor) { return at::empty({0}, tensor.options()); }
+
+// Defines the four phases in a module, over its own two:
+//   forward(x, residual, weight, eps, offset, before_weight) -> (y, h, rstd), h undefined without a residual
+//   backward(dy, dh, x, weight, rstd, offset, before_weight, need_dx, need_dw) -> (dx, dw)
+// They run without the interpreter's lock, below autograd, and see plain tensors only.
+template <auto forward, auto backward>
+void define_phases(py::module_& module) {
+  using at::Tensor;
+  using Unlocked = py::call_guard<py::gil_scoped_release, at::AutoDispatchBelowADInplaceOrView>;
+  module.def(
+      "rms_norm_forward",
+      [](const Tensor& x, const OptionalTensor& weight, double eps, double offset, bool before_weight) {
+        auto [y, h, rstd] = forward(plain(x), std::nullopt, plain(weight), eps, offset, before_weight);
+        return std::tuple(y, rstd);
+      },
+      Unlocked());
+  module.def(
+      "add_rms_norm_forward",
+      [](const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset,
+         bool before_weight) {
+        return forward(plain(x), plain(residual), plain(weight), eps, offset, before_weight);
+      },
+      Unlocked());
+  module.def(
+      "rms_norm_backward",
+      [](const Tensor& dy, const Tensor& x, const OptionalTensor& weight, const Tensor& rstd, double offset,
+         bool before_weight, bool need_dx, bool need_dw) {
+        return backward(plain(dy), std::nullopt, plain(x), plain(weight), plain(rstd), offset, before_weight, need_dx,
+                        need_dw);
+      },
+      Unlocked());
+  module.def(
+      "add_rms_norm_backward",
+      [](const Tensor& dy, const OptionalTensor& dh, const Tensor& x, const OptionalTensor& weight, const Tensor& rstd,
+         double offset, bool before_weight, bool need_dx, bool need_dw) {
+        return backward(plain(dy), plain(dh), plain(x), plain(weight), plain(rstd), offset, before_weight, need_dx,
+                        need_dw);
+      },
+      Unlocked());
+}
 
 }  // namespace triptych

@@ -84,15 +84,19 @@ def _compile(recipe: Recipe, ninja: str, scratch: Path, failure_log: Path) -> No
     environment = {**os.environ, "NINJA_STATUS": "[%f/%t] "}
     log = scratch / "build.log"
     title = f"building the {recipe.part} part of triptych-cuda"
-    with progress.shown(title) as update, log.open("w", encoding="utf-8") as record, subprocess.Popen(
-        [ninja, "-C", str(scratch)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        errors="replace",
-        env=environment,
-    ) as process:
+    with (
+        progress.shown(title) as update,
+        log.open("w", encoding="utf-8") as record,
+        subprocess.Popen(
+            [ninja, "-C", str(scratch)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            encoding="utf-8",
+            errors="replace",
+            env=environment,
+        ) as process,
+    ):
         assert process.stdout is not None
         try:
             for line in process.stdout:

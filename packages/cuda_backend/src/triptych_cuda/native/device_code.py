@@ -65,7 +65,7 @@ def compile_device_code(
             for architecture in architectures:
                 output = Path(scratch) / f"{source.stem}.{architecture}.cubin"
                 command = [tool.path, *DEVICE_FLAGS, f"-arch={architecture}", "-cubin", "-Xptxas=-v", str(source)]
-                done = subprocess.run([*command, "-o", str(output)], capture_output=True, text=True, check=False)
+                done = _run([*command, "-o", str(output)])
                 if done.returncode != 0:
                     raise DeviceCompileError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
                 kernels += parse_report(source.name, architecture, done.stdout + done.stderr)
@@ -93,12 +93,17 @@ def parse_report(source: str, architecture: str, text: str) -> list[Kernel]:
     return kernels
 
 
+def _run(command: list[str], text: str = "") -> subprocess.CompletedProcess[str]:
+    # What compilers print is UTF-8 for the most part, whatever the locale says.
+    return subprocess.run(command, input=text, capture_output=True, encoding="utf-8", errors="replace", check=False)
+
+
 def _demangled(kernels: list[Kernel], compiler: Path) -> list[Kernel]:
     filt = shutil.which("cu++filt", path=str(compiler.resolve().parent)) or shutil.which("c++filt")
     if filt is None or not kernels:
         return kernels
     names = "\n".join(kernel.name for kernel in kernels)
-    done = subprocess.run([filt], input=names, capture_output=True, text=True, check=False)
+    done = _run([filt], names)
     plain = done.stdout.splitlines()
     if done.returncode != 0 or len(plain) != len(kernels):
         return kernels

@@ -129,8 +129,8 @@ __global__ void __launch_bounds__(kScope == Scope::warp ? 256 : kMaxThreads, kFo
 }
 
 // A thread waits for its own copies only, and nothing of the row stays in registers: 32 of them let two blocks of 1,024
-// threads (or three of 512 with eight packs), 128 to 192 KB in flight, share an SM. Copies pass L1 by but L2 keeps them like ordinary loads, and so it does the
-// stores. kPackedWeight as above; without it 32 registers are too few.
+// threads, or three of 512 with eight packs, share an SM, with 128 to 192 KB in flight. kPackedWeight as above; without
+// it 32 registers are too few.
 template <class T, Scope kScope, int kPacks, bool kPackedWeight>
 __global__ void __launch_bounds__(kScope == Scope::block ? 1024 : kMaxThreads,
                                   kPackedWeight ? (kScope == Scope::block ? 2 : 4) : 1)

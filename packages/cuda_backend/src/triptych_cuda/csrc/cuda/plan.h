@@ -45,7 +45,7 @@ constexpr PlanRow kForwardPlans[] = {
     {128, Path::warp, 4, 64, false, true},
     // 64 to 512 threads with the same 64 bytes each; two or more blocks an SM overlap loads with reductions.
     {2048, Path::block, 4, 512, false, true},
-    // Registers would hold one such row an SM, and every barrier would stall it (.93); shared memory holds two or three
+    // Registers would hold one such row an SM, and every barrier would stall it (.93); shared memory holds two of them
     // (.95). A cluster of two blocks with the row in registers: .86.
     {4096, Path::block, 4, 1024, false, false, true},
     // 64 KB a block, three blocks an SM, and as few as possible that wait for each other (.92; in registers .79).

@@ -79,7 +79,9 @@ __device__ __forceinline__ void store_remote(float*, int, float) { __trap(); }
 // Programmatic dependent launch: the next grid may be placed while this one ends, and waits there for all of it.
 // Without the attribute at its launch (and below 9.0) both do nothing, and the grids run one after the other.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-__device__ __forceinline__ void let_next_grid_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void let_next_grid_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 __device__ __forceinline__ void wait_for_last_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 #else
 __device__ __forceinline__ void let_next_grid_start() {}
