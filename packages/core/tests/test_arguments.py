@@ -242,6 +242,6 @@ def test_the_backward_operator_checks_as_well(wrong: dict[str, Any], text: str) 
         assert str(raised.value) == f"rms_norm_backward: {text}"
         assert seen == {}
     add = {"dy": args["dy"], "dh": torch.ones(3, 8), "h": args["x"], **{k: args[k] for k in list(args)[2:]}}
-    with ran() as seen, pytest.raises(triptych.ArgumentError, match="^add_rms_norm_backward: "):
+    with ran() as seen, pytest.raises(triptych.ArgumentError, match=r"^add_rms_norm_backward: "):
         torch.ops.triptych.add_rms_norm_backward(*add.values(), True, True, "")
     assert seen == {}

@@ -113,8 +113,7 @@ class Op:
         key = (self, phase, layer, id(rule), *map(_signature, args))
         found = now.plans.get(key)
         if found is None:
-            check_scalars(self.spec, args[len(self.spec.phase(phase).tensors) :], phase)
-            self.spec.check_of(phase)(*args)
+            self.check(args, phase)
             call = _call(self.spec, phase, tuple(map(_meta, args)))
             decision = _select(call, layer, rule)
             found = (decision, self.count(phase, decision.chosen))
@@ -126,6 +125,11 @@ class Op:
         outputs = decision.function(*args)
         check_outputs(self.spec, decision, outputs)
         return outputs
+
+    def check(self, args: tuple[Any, ...], phase: str = FORWARD) -> None:
+        """Raise ArgumentError unless the arguments of a phase fit together."""
+        check_scalars(self.spec, args[len(self.spec.phase(phase).tensors) :], phase)
+        self.spec.check_of(phase)(*args)
 
     def count(self, phase: str, backend: str) -> Counter:
         """The counter of one phase on one backend."""
@@ -164,8 +168,7 @@ class Op:
         """The call as `torch.ops.triptych.<op>`, without the outputs that only backward needs."""
         recorded = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if not torch.compiler.is_compiling() and not recorded:
-            check_scalars(self.spec, args[self._tensor_count :])
-            self.spec.check(*args)  # what the schema would say of a wrong type is of no use to a user
+            self.check(args)  # what the schema would say of a wrong type is of no use to a user
             _check_transforms(self.spec.name, args[: self._tensor_count])
         operator = getattr(torch.ops.triptych, self.spec.name).default
         outputs: Tensors = operator(*args, layer)
@@ -184,8 +187,7 @@ class Op:
             if (known := now.plans.get(key)) is not None:
                 assert isinstance(known, Plan)
                 return known
-        check_scalars(self.spec, args[self._tensor_count :])
-        self.spec.check(*args)
+        self.check(args)
         metas = tuple(map(_meta, args))
         forward = _select(_call(self.spec, FORWARD, metas), layer, rule)
         backward = backward_count = None

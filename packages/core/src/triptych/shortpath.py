@@ -150,7 +150,7 @@ def call_source(spec: OpSpec) -> str:
         "        scope = used_scope() or scopes._process or current_scope()",
         "        plan = scope.plans.get(key)",
         "    except (TypeError, RuntimeError):",  # a scalar that has no hash, a tensor that has no strides
-        f"        op.spec.check({arguments})",
+        f"        op.check(({arguments}))",
         "        raise",
         f"    if plan is None and ({meta}): {elsewhere}",
         "    index = op.next_forward()",
