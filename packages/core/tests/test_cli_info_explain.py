@@ -15,7 +15,7 @@ import torch
 from spies import Spy, ran
 
 import triptych
-from triptych import registry, trace
+from triptych import intercept, registry, trace
 from triptych.cli.app import main
 
 ASKED = "x=bfloat16[8, 64] on cuda:1, weight=bfloat16[64] on cuda:1, eps=1e-06, offset=0.0, rounding='after_weight'"
@@ -159,6 +159,45 @@ def test_what_cannot_be_explained(program: Program, arguments: tuple[str, ...], 
     assert program("explain", *arguments) == (2, "", f"triptych: {error}\n")
 
 
+@pytest.mark.parametrize(
+    "shape",
+    ["99999999999999999999x4", "4611686018427387904x4", "1152921504606846976", "0x99999999999999999999", "9" * 5000],
+)
+def test_a_shape_that_no_tensor_has(program: Program, shape: str) -> None:
+    shown = shape if len(shape) < 60 else shape[:57] + "..."
+    error = f"--shape is '{shown}'. A tensor has fewer than 2**60 elements (a size of 0 counts as 1). Use smaller."
+    assert program("explain", "rms_norm", "--shape", shape) == (2, "", f"triptych: {error}\n")
+
+
+@pytest.mark.parametrize("shape", ["1152921504606846975", "0x1152921504606846975", "000000000000000000000000004x8"])
+def test_a_shape_that_a_tensor_may_have(program: Program, shape: str) -> None:
+    status, text, errors = program("explain", "rms_norm", "--shape", shape, "--dtype", "float64")
+    assert (status, errors) == (0, "")
+    assert text.startswith("rms_norm.forward runs on ")
+
+
+@pytest.mark.parametrize("command", [("explain", "rms_norm"), ("info",)])
+def test_commands_that_read_switch_no_tool_on(
+    fresh_scope: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("TRIPTYCH_TRACE", "t.jsonl")
+    monkeypatch.setenv("TRIPTYCH_FINDINGS", "f.jsonl")
+    monkeypatch.setenv("TRIPTYCH_CAPTURE", "captures|*")
+    monkeypatch.setenv("TRIPTYCH_BACKEND", "composite")
+    with pytest.raises(SystemExit) as ended:
+        main(command)
+    out, err = capsys.readouterr()
+    assert (ended.value.code, err) == (0, "")
+    assert "TRIPTYCH_BACKEND rule 1" in out
+    assert list(fresh_scope.iterdir()) == []
+    assert intercept.active == ()
+    monkeypatch.setenv("TRIPTYCH_CAPTURE", "captures")
+    with pytest.raises(SystemExit) as ended:
+        main(command)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("triptych: TRIPTYCH_CAPTURE is 'captures'. Write ")
+
+
 # --- info -------------------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +303,64 @@ def test_a_broken_plug_in_is_shown_with_its_cause_and_stops_nothing(
     (op,) = (each for each in found["ops"] if each["name"] == "rms_norm")
     assert "bad" not in op["phases"]["forward"]
     assert "torch" in op["phases"]["forward"]
+
+
+def raising(*args: object) -> Any:
+    raise RuntimeError("[bold]no[/bold] [/red]")
+
+
+@pytest.mark.parametrize(
+    ("question", "method", "cause"),
+    [
+        (question, raising, "raised RuntimeError: [bold]no[/bold] [/red]")
+        for question in ("ops", "priority", "reasons_unavailable")
+    ]
+    + [
+        ("reasons_unavailable", lambda self: None, "answered None, which is not a list of sentences"),
+        ("ops", lambda self: 5, "answered 5, which is not a tuple of op names"),
+        ("priority", lambda self, kind: "high", "answered 'high', which is not a whole number or None"),
+    ],
+)
+def test_a_plug_in_that_errs_when_asked_is_shown_with_its_cause(
+    program: Program, fresh_scope: Path, question: str, method: Callable[..., Any], cause: str
+) -> None:
+    spy = type("Erring", (Spy,), {question: method})()
+    with registry.backends.added("spy", spy):
+        status, text, errors = program("info", "--json", "info.json")
+    assert (status, errors) == (0, "")
+    assert f"spy: Backend 'spy' is broken: its {question} {cause}. Report it" in text
+    rows = {row["name"]: row for row in recorded(fresh_scope / "info.json")["backends"]}
+    assert rows["spy"]["broken"].startswith(f"Backend 'spy' is broken: its {question} {cause}.")
+    assert rows["torch"]["broken"] is None
+
+
+@pytest.mark.parametrize("answer", [raising, lambda self, op, phase: 5])
+def test_a_plug_in_without_a_usable_implementation_runs_nothing(
+    program: Program, fresh_scope: Path, answer: Callable[..., Any]
+) -> None:
+    spy = type("Erring", (Spy,), {"implementation": answer})()
+    with registry.backends.added("spy", spy):
+        status, _, errors = program("info", "--json", "info.json")
+    assert (status, errors) == (0, "")
+    for op in recorded(fresh_scope / "info.json")["ops"]:
+        for names in op["phases"].values():
+            assert "torch" in names
+            assert "spy" not in names
+
+
+def test_a_plug_in_whose_version_cannot_be_read_is_broken(program: Program, fresh_scope: Path) -> None:
+    spy = type("Erring", (Spy,), {"version": property(raising)})()
+    with registry.backends.added("spy", spy):
+        assert program("info", "--json", "info.json")[0] == 0
+    rows = {row["name"]: row for row in recorded(fresh_scope / "info.json")["backends"]}
+    assert "reading its distribution and version raised RuntimeError" in rows["spy"]["broken"]
+
+
+def test_names_are_shown_as_they_are(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry.backends, "origin", lambda name: "[red]odd[/red] [/] 1.0")
+    status, text, errors = program("info")
+    assert (status, errors) == (0, "")
+    assert "[red]odd[/red] [/] 1.0" in text
 
 
 def test_help_says_that_a_trace_is_replaced(program: Program) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -126,31 +127,154 @@ def test_what_is_configured(fresh_scope: Path, monkeypatch: pytest.MonkeyPatch) 
     assert environment.configured() is None
 
 
-def test_a_file_that_cannot_be_read_is_an_error_only_if_it_is_ours(
-    fresh_scope: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_that_cannot_be_read_is_an_error_or_a_warning(
+    fresh_scope: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def denied(self: Path, encoding: str | None = None) -> str:
-        raise PermissionError(13, "Permission denied", str(self))
+    def denied(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_text", denied)
-    (fresh_scope / "pyproject.toml").touch()
+    monkeypatch.setattr(environment.files, "read_regular", denied)
+    project = fresh_scope / "pyproject.toml"
+    project.touch()
     assert environment.configured() is None
-    (fresh_scope / "triptych.toml").touch()
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"{project} cannot be read: Permission denied. A [tool.triptych] table in it is not applied."
+    )
+    path = fresh_scope / "triptych.toml"
+    path.touch()
     with pytest.raises(PolicyError) as raised:
         environment.configured()
+    assert str(raised.value) == (
+        f"{path} cannot be read: Permission denied. Make it a file that can be read, or remove it."
+    )
+
+
+MADE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "directory": (lambda path: path.mkdir(), "Is a directory"),
+    "pipe": (os.mkfifo, "Is a pipe, not a regular file"),
+    "device": (lambda path: path.symlink_to("/dev/null"), "Is a device, not a regular file"),
+    "dangling link": (lambda path: path.symlink_to("nowhere"), "No such file or directory"),
+    "link loop": (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_an_entry_called_triptych_toml_is_ours_whatever_it_is(fresh_scope: Path, kind: str) -> None:
+    make, found = MADE[kind]
     path = fresh_scope / "triptych.toml"
-    assert str(raised.value) == f"{path} cannot be read: Permission denied. Make it readable, or remove it."
-
-
-def test_a_file_that_is_not_toml_is_an_error(fresh_scope: Path) -> None:
-    (fresh_scope / "triptych.toml").write_text("backend = ")
-    with pytest.raises(PolicyError, match=r"triptych\.toml is not valid TOML: "):
+    make(path)
+    inner = fresh_scope / "inner"
+    inner.mkdir()
+    assert environment.find_configuration(inner) == path
+    with pytest.raises(PolicyError) as raised:
         triptych.rms_norm(X)
+    assert str(raised.value) == f"{path} cannot be read: {found}. Make it a file that can be read, or remove it."
 
 
-def test_somebody_elses_broken_pyproject_is_not_our_error(fresh_scope: Path) -> None:
-    (fresh_scope / "pyproject.toml").write_text("[project")
+@pytest.mark.parametrize("kind", MADE)
+def test_an_entry_called_pyproject_toml_that_is_no_file_holds_no_table(fresh_scope: Path, kind: str) -> None:
+    MADE[kind][0](fresh_scope / "pyproject.toml")
     assert chosen()[1] == "default"
+
+
+def test_a_link_to_a_file_and_a_byte_order_mark_are_fine(fresh_scope: Path) -> None:
+    (fresh_scope / "real.toml").write_bytes(b'\xef\xbb\xbfbackend = "composite"\n')
+    (fresh_scope / "triptych.toml").symlink_to("real.toml")
+    assert chosen()[0] == "composite"
+    (fresh_scope / "triptych.toml").unlink()
+    (fresh_scope / "pyproject.toml").write_bytes(b'\xef\xbb\xbf[tool.triptych]\nbackend = "torch"\n')
+    assert environment.configured() == ("torch", str(fresh_scope / "pyproject.toml"))
+
+
+DEEP = b"[" * 5000
+INVALID = {
+    "no value": (b"backend = ", "Invalid value"),
+    "nested too deep": (b"backend = " + DEEP, "maximum recursion depth exceeded"),
+    "another encoding": ('backend = "torch"'.encode("utf-16"), "'utf-8' codec can't decode"),
+    "a number of many digits": (b"backend = " + b"9" * 5000, "Exceeds the limit"),
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_a_file_that_is_not_valid_is_an_error_if_it_names_our_table(fresh_scope: Path, name: str) -> None:
+    content, cause = INVALID[name]
+    own, project = fresh_scope / "triptych.toml", fresh_scope / "pyproject.toml"
+    own.write_bytes(content)
+    with pytest.raises(PolicyError) as raised:
+        triptych.rms_norm(X)
+    assert str(raised.value).startswith(f"{own} is not valid TOML: {cause}")
+    own.unlink()
+    project.write_bytes(content)
+    assert environment.configured() is None  # somebody else's
+    encoding = "utf-16-le" if name == "another encoding" else "utf-8"
+    for header in ("[tool.triptych]\n", "[ tool . 'triptych' ]\n", "tool.triptych.backend = 'torch'\n",
+                   "[tool]\nother = 1\ntriptych = {}\n", "tool = {other = 1, triptych = {}}\n"):  # fmt: skip
+        project.write_bytes(header.encode(encoding) + content)
+        with pytest.raises(PolicyError) as raised:
+            environment.configured()
+        assert str(raised.value).startswith(f"{project} is not valid TOML, and it names the Triptych table: {cause}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[project",
+        'dependencies = ["triptych"]\n[project',
+        "[tool.uv.sources]\ntriptych = {}\n[project",
+        "# triptych\n[",
+    ],
+)
+def test_a_broken_pyproject_that_has_no_table_of_ours_is_somebody_elses(fresh_scope: Path, text: str) -> None:
+    (fresh_scope / "pyproject.toml").write_text(text)
+    assert chosen()[1] == "default"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("[[tool.triptych]]\nbackend = 'torch'\n", "tool.triptych is [{'backend': 'torch'}]"),
+        ("[[tool]]\n[tool.triptych]\nbackend = 'torch'\n", "tool is [{'triptych': {'backend': 'torch'}}]"),
+    ],
+)
+def test_an_array_of_tables_is_no_table(fresh_scope: Path, text: str, found: str) -> None:
+    (fresh_scope / "pyproject.toml").write_text(text)
+    with pytest.raises(PolicyError) as raised:
+        triptych.rms_norm(X)
+    assert f"pyproject.toml: {found}. It must be a table. Write [tool.triptych]" in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["tool = 5", "[[tool]]\nother = 1\n", "tool = ['triptych']"])
+def test_a_tool_that_is_no_table_and_does_not_name_ours_is_somebody_elses(fresh_scope: Path, text: str) -> None:
+    (fresh_scope / "pyproject.toml").write_text(text)
+    assert chosen()[1] == "default"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "named"),
+    [
+        ("TRIPTYCH_TRACE", "t.jsonl", "t.jsonl"),
+        ("TRIPTYCH_FINDINGS", "f.jsonl", "f.jsonl"),
+        ("TRIPTYCH_CAPTURE", "c|*", "c"),
+    ],
+)
+def test_a_relative_path_in_a_directory_that_is_gone_is_an_error(
+    fresh_scope: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, named: str
+) -> None:
+    gone = fresh_scope / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(EnvironmentVariableError) as raised:
+        triptych.rms_norm(X)
+    assert str(raised.value) == (
+        f"{variable} names '{named}', which is relative to the working directory, and that no longer exists. "
+        f"Write an absolute path, or start in a directory that exists."
+    )
+    monkeypatch.setenv(variable, value.replace(named, str(fresh_scope / named)))
+    triptych.rms_norm(X)
+    monkeypatch.chdir(fresh_scope)
 
 
 def test_a_change_that_comes_too_late_is_reported(fresh_scope: Path, monkeypatch: pytest.MonkeyPatch) -> None:

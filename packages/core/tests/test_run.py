@@ -141,6 +141,117 @@ def test_the_environment_is_checked_before_anything_runs(
     assert not marker.exists()
 
 
+@pytest.mark.parametrize("place", ["/dev/null", "/dev/full", "pipe"])
+def test_a_trace_is_a_regular_file(marker: Path, capfd: pytest.CaptureFixture[str], place: str) -> None:
+    os.mkfifo("pipe")
+    found = f"Is a {'pipe' if place == 'pipe' else 'device'}, not a regular file"
+    remedy = "Name a file that can be written, in a folder that exists."
+    assert call("run", "--trace", place, "--", "touch", "ran") == 2
+    assert capfd.readouterr() == ("", f"triptych: --trace {place}: {found}. {remedy}\n")
+    for variable in ("TRIPTYCH_TRACE", "TRIPTYCH_FINDINGS"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(variable, os.path.abspath(place))
+            assert call("run", "--json", "r.json", "--", "touch", "ran") == 2
+        assert capfd.readouterr() == ("", f"triptych: {variable} is '{os.path.abspath(place)}': {found}. {remedy}\n")
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "error"),
+    [
+        ("TRIPTYCH_TRACE", "/nonexist/x", "TRIPTYCH_TRACE is '/nonexist/x': No such file or directory."),
+        ("TRIPTYCH_FINDINGS", "/tmp", "TRIPTYCH_FINDINGS is '/tmp': Is a directory."),
+        ("TRIPTYCH_CAPTURE", "/proc/x|*", "TRIPTYCH_CAPTURE names the directory '/proc/x': No such file or directory."),
+    ],
+)
+def test_what_the_environment_names_is_tried_before_anything_runs(
+    marker: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    value: str,
+    error: str,
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert call("run", "--", "touch", "ran") == 2
+    assert capfd.readouterr().err.startswith(f"triptych: {error} Name ")
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "error"),
+    [
+        (["--trace", "f", "--json", "./f"], {}, "--json f is the file of the trace as well."),
+        (["--json", "link"], {"TRIPTYCH_TRACE": "f"}, "--json link is the file of the trace as well."),
+        (["--json", "f"], {"TRIPTYCH_FINDINGS": "f"}, "--json f is the file of the findings as well."),
+        (["--trace", "f"], {"TRIPTYCH_FINDINGS": "f"}, "TRIPTYCH_TRACE and TRIPTYCH_FINDINGS both name '{folder}/f'."),
+    ],
+)
+def test_two_results_do_not_go_into_one_file(
+    marker: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    variables: dict[str, str],
+    error: str,
+) -> None:
+    Path("f").write_text("kept")
+    Path("link").symlink_to("f")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert call("run", *options, "--", "touch", "ran") == 2
+    expected = error.format(folder=marker.parent)
+    assert capfd.readouterr().err == f"triptych: {expected} Name a file for each.\n"
+    assert Path("f").read_text() == "kept"
+    assert not marker.exists()
+
+
+def test_a_variable_that_is_empty_names_no_trace(fresh_scope: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIPTYCH_TRACE", "")
+    assert call("run", "--json", "r.json", "--", PYTHON, "-c", ONE_STEP) == 0
+    assert len(json.loads(Path("r.json").read_text())["calls"]) == 2
+
+
+@pytest.mark.parametrize("option", ["--trace", "--capture"])
+def test_a_relative_path_in_a_directory_that_is_gone(
+    marker: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    gone = marker.parent / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert call("run", option, "x|*", "--", "touch", str(marker)) == 2
+    assert capfd.readouterr().err.startswith(f"triptych: {option} names 'x")
+    monkeypatch.chdir(marker.parent)
+    assert not marker.exists()
+
+
+# --- output that cannot be written ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["triptych info", "triptych explain rms_norm", "triptych --help"])
+def test_output_to_a_full_device_is_a_short_error(fresh_scope: Path, module: str) -> None:
+    with open("/dev/full", "w") as full:
+        command = [PYTHON, "-m", *module.split()]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    error = "the output cannot be written: No space left on device. Make room, or send it elsewhere."
+    assert (done.returncode, done.stderr) == (2, f"triptych: {error}\n")
+
+
+def test_errors_to_a_full_device_do_not_hide_the_end_of_the_command(fresh_scope: Path) -> None:
+    command = [*TRIPTYCH, "run", "--trace", "t.jsonl", "--", "sh", "-c", "exit 7"]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, stderr=full, timeout=120).returncode == 7
+
+
+def test_a_reader_that_goes_away_is_no_error(fresh_scope: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        done = subprocess.run([*TRIPTYCH, "info"], stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_the_configuration_file_is_checked_before_anything_runs(
     marker: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -236,6 +236,20 @@ def test_a_trace_that_cannot_be_written_is_an_error_before_anything_runs(
     assert triptych.calls("rms_norm", "forward") == start
 
 
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_trace_that_is_no_regular_file_is_an_error_and_not_waited_for(
+    fresh_scope: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    os.mkfifo("pipe")
+    path = fresh_scope / "pipe" if kind == "pipe" else Path("/dev/null")
+    monkeypatch.setenv("TRIPTYCH_TRACE", str(path))
+    with pytest.raises(EnvironmentVariableError) as raised:
+        triptych.rms_norm(torch.ones(2, 8))
+    assert str(raised.value).startswith(f"TRIPTYCH_TRACE is '{path}': Is a {kind}, not a regular file. Name ")
+    with pytest.raises(UsageError, match=f"cannot be read: Is a {kind}, not a regular file"):
+        trace.read(path)
+
+
 def test_every_line_is_one_json_object_of_a_known_kind(traced: Path) -> None:
     layers.RMSNorm(8)(torch.ones(2, 8)).sum().backward()
     kinds = [json.loads(line)["kind"] for line in traced.read_text().splitlines()]

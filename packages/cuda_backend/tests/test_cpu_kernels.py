@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -153,7 +155,76 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
         rms_norm.backward(x, x, None, rstd[:2], *SCALARS, True, False)
 
 
-def test_a_negative_bit_is_resolved() -> None:
-    x = torch.randn(3, 8, dtype=torch.complex64).conj().imag
-    assert x.is_neg()
-    assert torch.equal(rms_norm.forward(x, None, *SCALARS)[0], rms_norm.forward(x.clone(), None, *SCALARS)[0])
+def negative(tensor: Tensor) -> Tensor:
+    """The same values with the negative bit."""
+    turned = torch._neg_view(-tensor)
+    assert turned.is_neg()
+    return turned
+
+
+def test_a_negative_bit_is_resolved_in_every_tensor() -> None:
+    (x, residual, weight), (dy, dh) = inputs(torch.float32, 5, 8)
+    y, h, rstd = add_rms_norm.forward(x, residual, weight, *SCALARS)
+    found = add_rms_norm.forward(negative(x), negative(residual), negative(weight), *SCALARS)
+    assert equal(found, (y, h, rstd))
+    expected = add_rms_norm.backward(dy, dh, h, weight, rstd, *SCALARS, True, True)
+    turned = (negative(each) for each in (dy, dh, h, weight, rstd))
+    assert equal(add_rms_norm.backward(*turned, *SCALARS, True, True), expected)
+    assert equal(rms_norm.forward(negative(x), negative(weight), *SCALARS), rms_norm.forward(x, weight, *SCALARS))
+    turned = (negative(each) for each in (dy, x, weight, rstd))
+    assert equal(
+        rms_norm.backward(*turned, *SCALARS, True, True),
+        rms_norm.backward(dy, x, weight, rstd, *SCALARS, True, True),
+    )
+
+
+ZERO = """
+import sys, torch
+from triptych_cuda.ops import add_rms_norm, rms_norm
+
+scalars, place = (1e-6, 0.0, "after_weight"), int(sys.argv[2])
+rows, row, column = torch.ones(4, 8), torch.ones(8), torch.ones(4)
+op, phase, tensors = {
+    "forward": (rms_norm, "forward", [rows, row]),
+    "add_forward": (add_rms_norm, "forward", [rows, rows, row]),
+    "backward": (rms_norm, "backward", [rows, rows, row, column]),
+    "add_backward": (add_rms_norm, "backward", [rows, rows, rows, row, column]),
+}[sys.argv[1]]
+flags = (True, True) if phase == "backward" else ()
+results = []
+for make in (torch.zeros_like, lambda tensor: torch._efficientzerotensor(tuple(tensor.shape))):
+    tensors[place] = make(tensors[place])
+    results.append(getattr(op, phase)(*tensors, *scalars, *flags))
+assert tensors[place]._is_zerotensor()
+assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), results
+"""
+
+
+@pytest.mark.parametrize(
+    ("phase", "count"), [("forward", 2), ("add_forward", 3), ("backward", 4), ("add_backward", 5)]
+)
+def test_a_zero_tensor_has_no_memory_and_is_zero_all_the_same(phase: str, count: int) -> None:
+    """In a process of its own: reading through its null pointer would end this one."""
+    for place in range(count):
+        command = [sys.executable, "-c", ZERO, phase, str(place)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, (place, done.returncode, done.stderr)
+
+
+def test_no_rows_cost_nothing_however_long_they_are() -> None:
+    x, columns = torch.empty(0, 2**40), 2**40
+    weight = torch.ones(1).expand(columns)
+    for gain in (None, weight):
+        y, rstd = rms_norm.forward(x, gain, *SCALARS)
+        assert (y.shape, rstd.shape) == ((0, columns), (0,))
+        dx, dw = rms_norm.backward(x, x, gain, rstd, *SCALARS, True, False)
+        assert (dx.shape, dw.shape) == ((0, columns), (0,))
+    y, h, rstd = add_rms_norm.forward(x, x, weight, *SCALARS)
+    assert (y.shape, h.shape, rstd.shape) == ((0, columns), (0, columns), (0,))
+
+
+def test_the_gradient_of_a_weight_over_no_rows_is_zero() -> None:
+    x, weight = torch.empty(0, 8), torch.ones(8)
+    dx, dw = rms_norm.backward(x, x, weight, torch.empty(0), *SCALARS, True, True)
+    assert dx.shape == (0, 8)
+    assert torch.equal(dw, torch.zeros(8))

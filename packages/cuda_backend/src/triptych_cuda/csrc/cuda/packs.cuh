@@ -91,8 +91,8 @@ __device__ __forceinline__ void round_to(float (&values)[kPackWidth<T>]) {
   if constexpr (!std::is_same<T, float>::value) unpack<T>(pack<T>(values), values);
 }
 
-// Read-only data. With L1::no_allocate, which would leave L1 to the weight, the forward ran at .92 of an H200's copy rate
-// instead of .95: presumably L2 then gives the lines of x up first, and those of y pile up in it.
+// Read-only data. With L1::no_allocate, which would leave L1 to the weight, the forward ran at .92 of an H200's copy
+// rate instead of .95: presumably L2 then gives the lines of x up first, and those of y pile up in it.
 __device__ __forceinline__ uint4 load_pack(const void* address) { return __ldg(static_cast<const uint4*>(address)); }
 
 // 16 bytes from global to shared memory, in the background. Each thread copies what it alone will read, so that it need
