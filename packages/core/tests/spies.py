@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 import triptych
 from triptych import registry
@@ -62,3 +65,10 @@ def ran() -> Iterator[Counts]:
     inside: Counts = {}
     yield inside
     inside.update({key: n - before.get(key, 0) for key, n in counts().items() if n != before.get(key, 0)})
+
+
+def call_and_count(queue: Any) -> None:
+    """What a child process does: calls an op on `composite`, and puts its own counts and its process id."""
+    with triptych.use("composite"):
+        triptych.rms_norm(torch.ones(2, 8))
+    queue.put((counts(), os.getpid()))

@@ -506,6 +506,28 @@ def test_a_capture_that_says_what_no_call_has_is_refused(
     assert (ended.value.code, capsys.readouterr()) == (2, ("", f"triptych: {raised.value}\n"))
 
 
+def test_a_backward_that_no_forward_made_is_refused(capturing: Callable[..., Path]) -> None:
+    folder = capturing("rms_norm.backward")
+    step()
+    (path,) = folder.iterdir()
+    sidecar = path / "capture.json"
+    document = json.loads(sidecar.read_text())
+    for place, change in ((3, {"shape": [2], "stride": [1]}), (0, {"shape": [2, 8]}), (6, {"value": "zz"})):
+        spoilt = json.loads(json.dumps(document))
+        spoilt["arguments"][place].update(change)
+        sidecar.write_text(json.dumps(spoilt))
+        with pytest.raises(UsageError, match=r"does not hold a whole capture: .*rms_norm.*Capture the call again\."):
+            capture.load(path)
+    for place in (7, 8):
+        spoilt = json.loads(json.dumps(document))
+        spoilt["arguments"][place]["value"] = 1
+        sidecar.write_text(json.dumps(spoilt))
+        with pytest.raises(UsageError, match=r"need_d[xw] is a int \(1\)\. It must be a bool\."):
+            capture.load(path)
+    sidecar.write_text(json.dumps(document))
+    assert capture.replay(capture.load(path)).agrees
+
+
 def test_an_op_that_is_not_installed_is_named(tmp_path: Path) -> None:
     captured(torch.ones(4, 8), None, tmp_path / "c", op="rms_nrm")
     with pytest.raises(UsageError, match=r"There is no op 'rms_nrm'\. Did you mean 'rms_norm'"):

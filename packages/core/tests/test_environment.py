@@ -133,7 +133,7 @@ def test_a_file_that_cannot_be_read_is_an_error_or_a_warning(
     def denied(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(environment.files, "read_regular", denied)
+    monkeypatch.setattr("triptych.files.read_regular", denied)
     project = fresh_scope / "pyproject.toml"
     project.touch()
     assert environment.configured() is None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from spies import counts, ran
+from spies import call_and_count, ran
 
 import triptych
 from triptych import scope
@@ -145,12 +145,6 @@ def test_many_threads_lose_no_count() -> None:
     assert seen == {("rms_norm", "forward", "composite"): 400}
 
 
-def in_child(queue: multiprocessing.Queue[object]) -> None:
-    with triptych.use("composite"):
-        triptych.rms_norm(X)
-    queue.put((counts(), os.getpid()))
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_children_count_their_own_calls(method: str) -> None:
@@ -158,7 +152,7 @@ def test_children_count_their_own_calls(method: str) -> None:
         triptych.rms_norm(X)
     context = multiprocessing.get_context(method)
     queue = context.Queue()
-    child = context.Process(target=in_child, args=(queue,))
+    child = context.Process(target=call_and_count, args=(queue,))
     child.start()
     seen, pid = queue.get(timeout=60)
     child.join(60)

@@ -223,6 +223,17 @@ def test_a_missing_compiler_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPa
     assert "Install g++" in found.reason
 
 
+def test_what_a_compiler_says_is_read_whatever_the_locale_is(tmp_path: Path) -> None:
+    script = tmp_path / "c++"
+    script.write_bytes(b"#!/bin/sh\nprintf 'compil\\303\\251 \\377 1.0\\n'\n")
+    script.chmod(0o755)
+    program = "from triptych_cuda.native import toolchain; print(ascii(toolchain.compiler()))"
+    env = {**os.environ, "CXX": str(script), "PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert r"version='compil\xe9 \ufffd 1.0'" in done.stdout
+
+
 def test_a_missing_nvcc_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_HOME", raising=False)

@@ -177,6 +177,19 @@ def test_the_backend_lists_its_ops_without_loading_torch() -> None:
     assert backend.priority("xpu") is None
 
 
+def test_a_reader_that_goes_away_and_a_full_disk_are_said_shortly() -> None:
+    command = [sys.executable, "-m", "triptych_cuda", "status"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (1, "")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    error = "the output cannot be written: No space left on device. Make room, or send it elsewhere."
+    assert (done.returncode, done.stderr) == (2, f"triptych_cuda: {error}\n")
+
+
 @pytest.mark.parametrize(("arguments", "code"), [(["status"], {0, 1}), (["build", "gpu"], {2}), ([], {2})])
 def test_the_command_line(arguments: list[str], code: set[int]) -> None:
     command = [sys.executable, "-m", "triptych_cuda", *arguments]

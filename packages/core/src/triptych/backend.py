@@ -137,7 +137,7 @@ def ask(backend: Backend, question: str, *args: object) -> Any:
         answer = getattr(backend, question)(*args)
     except TriptychError:
         raise
-    except Exception as cause:
+    except (Exception, SystemExit) as cause:
         raise _broken(backend, question, f"raised {type(cause).__name__}: {cause}") from cause
     if not _ANSWERS[question](answer):
         raise _broken(backend, question, f"answered {answer!r}, which is not {_WANTED[question]}")
