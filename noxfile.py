@@ -160,7 +160,8 @@ def types(session: nox.Session) -> None:
     """mypy, strict: the four distributions and the examples."""
     run(session, "mypy")
     run(session, "mypy", "-p", "triptych_shaky")
-    run(session, "mypy", "examples/byte_model.py", "examples/train_text.py", env={"MYPYPATH": "examples"})
+    examples = ("byte_model.py", "train_text.py", "third_party_op.py")
+    run(session, "mypy", *(f"examples/{name}" for name in examples), env={"MYPYPATH": "examples"})
 
 
 @nox.session(venv_backend="none", requires=["toolchain"], default=False)

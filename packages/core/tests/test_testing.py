@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
+import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 
 import triptych
 from triptych import dispatch, registry
+from triptych.backend import Backend
 from triptych.testing import CHECKS, Case, Subject, execute, first_failure, outcomes, plugin, ran, under
 from triptych.testing.assertions import assert_no_alias, assert_same_bits, assert_within
 from triptych.testing.execution import EXCLUDED, FAILED, PASSED, SKIPPED, unmatched_exclusions
@@ -289,3 +292,25 @@ def test_complaints_are_of_the_subject_itself_not_of_one_that_is_gone() -> None:
     assert len(plugin._complaints(wrong)) == 1
     assert plugin._complaints(right) == ()
     assert any(known is wrong for known, _ in plugin._seen)  # kept, so that no other subject gets its id
+
+
+def test_the_checks_run_without_pytest() -> None:
+    code = (
+        "import sys; sys.modules['pytest'] = None\n"
+        "from triptych.testing import CHECKS, Subject, first_failure\n"
+        "print(first_failure(Subject('composite'), 'refusals'), len(CHECKS) > 20)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "None True\n", done.stderr
+
+
+def test_nothing_to_test_is_an_error_not_a_success() -> None:
+    with pytest.raises(triptych.UsageError, match="has nothing to test here"):
+        first_failure(
+            Subject("composite", device_types=("cuda",) if not torch.cuda.is_available() else ("xpu",)), "refusals"
+        )
+
+
+def test_a_backend_without_a_place_in_auto_is_tested_everywhere() -> None:
+    with registry.backends.added("hidden", Backend("hidden")):
+        assert "cpu" in Subject("hidden").tested_device_types()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from triptych import intercept, refusals, registry, scope, shortpath
+from triptych import intercept, operator, refusals, registry, scope, shortpath
 from triptych.autograd import backward_of
 from triptych.backend import ask
 from triptych.call import BACKWARD, FORWARD, Call, TensorMeta
@@ -170,8 +170,7 @@ class Op:
         if not torch.compiler.is_compiling() and not recorded:
             self.check(args)  # what the schema would say of a wrong type is of no use to a user
             _check_transforms(self.spec.name, args[: self._tensor_count])
-        operator = getattr(torch.ops.triptych, self.spec.name).default
-        outputs: Tensors = operator(*args, layer)
+        outputs = operator.run(self.spec, FORWARD, args, layer)
         return outputs[0] if self._kept == 1 else outputs[: self._kept]
 
     def plan(
@@ -293,8 +292,6 @@ _live: dict[str, Op] = {}
 
 def define(spec: OpSpec) -> Op:
     """The callable of an op, with its operators under `torch.ops.triptych`. Once a process for each name."""
-    from triptych import operator
-
     if spec.name in _live:
         if _live[spec.name].spec is not spec:
             raise ArgumentError(f"An op called {spec.name!r} is already defined in this process. Choose another name.")

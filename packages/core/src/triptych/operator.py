@@ -18,7 +18,7 @@ import torch
 from triptych import scope
 from triptych.call import BACKWARD, FORWARD
 from triptych.errors import DerivativeError
-from triptych.opspec import Tensors
+from triptych.opspec import OpSpec, Tensors
 
 if TYPE_CHECKING:
     from triptych.dispatch import Op
@@ -34,17 +34,28 @@ def define(op: Op) -> None:
         _define_autograd(op)
 
 
+def run(spec: OpSpec, phase: str, args: tuple[Any, ...], layer: str) -> Tensors:
+    """A phase as its operator; all its outputs."""
+    outputs = getattr(torch.ops.triptych, spec.operator_name(phase)).default(*args, layer)
+    return (outputs,) if len(spec.phase(phase).outputs) == 1 else tuple(outputs)
+
+
+def _alone(outputs: Tensors) -> Any:
+    """What an operator returns: torch takes a schema with one output to return a tensor, not a tuple of one."""
+    return outputs[0] if len(outputs) == 1 else outputs
+
+
 def _define_phase(op: Op, phase: str) -> None:
     spec = op.spec
     name = spec.operator_name(phase)
     fake = spec.phase(phase).fake
 
-    def body(*args: Any) -> Tensors:
-        return op.run_phase(args[-1], phase, args[:-1])
+    def body(*args: Any) -> Any:
+        return _alone(op.run_phase(args[-1], phase, args[:-1]))
 
-    def empty(*args: Any) -> Tensors:
+    def empty(*args: Any) -> Any:
         spec.check_of(phase)(*args[:-1])
-        return fake(*args[:-1])
+        return _alone(fake(*args[:-1]))
 
     schema = f"{name}{spec.phase(phase).schema()}"
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
@@ -60,9 +71,9 @@ def _define_autograd(op: Op) -> None:
     count, kept = len(names), len(spec.differentiable)
     assert spec.backward is not None
     optional = tuple(name.endswith("?") for name in spec.backward.tensors[:kept])
-    backward_name = spec.operator_name(BACKWARD)
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        output = (output,) if len(spec.forward.outputs) == 1 else output
         *args, ctx.layer = inputs
         ctx.scalars = tuple(args[count:])
         values = dict(zip(names + spec.forward.outputs, (*args[:count], *output), strict=True))
@@ -80,9 +91,8 @@ def _define_autograd(op: Op) -> None:
             grad if grad is not None or allowed else torch.zeros(shape, dtype=dtype, device=device)
             for grad, allowed, (shape, dtype, device) in zip(grads[:kept], optional, ctx.likes, strict=True)
         ]
-        operator = getattr(torch.ops.triptych, backward_name).default
         with contextlib.nullcontext() if ctx.scope is None else scope.within(ctx.scope):
-            results = operator(*given, *ctx.saved_tensors, *ctx.scalars, *needs, ctx.layer)
+            results = run(spec, BACKWARD, (*given, *ctx.saved_tensors, *ctx.scalars, *needs), ctx.layer)
         by_input: dict[str, torch.Tensor | None] = dict.fromkeys(names)
         for result, inputs, need in zip(results, spec.gradients, needs, strict=True):
             for name in inputs:
@@ -96,4 +106,4 @@ def _define_autograd(op: Op) -> None:
     torch.library.register_autograd(
         f"triptych::{spec.operator_name(FORWARD)}", backward, setup_context=setup_context, lib=_library
     )
-    torch.library.register_autograd(f"triptych::{backward_name}", refuse, lib=_library)
+    torch.library.register_autograd(f"triptych::{spec.operator_name(BACKWARD)}", refuse, lib=_library)

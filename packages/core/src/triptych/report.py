@@ -34,7 +34,9 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"policy: {self.policy}"]
-        lines += [f"{row.op}.{row.phase} ran on {row.backend}: {row.calls} calls" for row in self.rows]
+        for row in self.rows:
+            times = "1 call" if row.calls == 1 else f"{row.calls} calls"
+            lines.append(f"{row.op}.{row.phase} ran on {row.backend}: {times}")
         if not self.rows:
             lines.append("no op was called")
         return "\n".join((*lines, *self.notes))

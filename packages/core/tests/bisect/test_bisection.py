@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from simulated import Simulation, Site, fails_with, sites
 
+from triptych import registry
 from triptych.bisect.present import lines
 from triptych.bisect.rate import PROOF_RUNS, repeats_for
 from triptych.bisect.verdicts import Answer
@@ -171,8 +172,58 @@ def test_not_reproduced(tmp_path: Path) -> None:
 def test_good_fails_with_a_signature_of_its_own(tmp_path: Path) -> None:
     report = Simulation(tmp_path, lambda ran: "KeyError: a" if ran[CULPRIT] == "bad" else "ValueError: b").bisect()
     assert report.verdict is Answer.GOOD_FAILS
-    assert report.notes == ("The good policy fails: ValueError: b. Choose a --good policy that passes.",)
+    others = [name for name in registry.backends.names() if name not in ("composite", "torch")]
+    assert report.notes == (
+        "The good policy fails: ValueError: b. Choose a --good policy that passes. Others that could serve as --good: "
+        f"{', '.join(['composite', *others])}.",
+    )
     assert report.trials == 2
+
+
+REFUSED = """\
+triptych.errors.Refused: rms_norm.forward on 'bad' (TRIPTYCH_BACKEND rule 1, "bad")
+  - No CUDA device was found.
+  asked: rms_norm.forward(x=float32[2, 8] on cpu)"""
+
+
+@pytest.mark.parametrize("fail_on", ["exit", "nonfinite", "signal", "match=Refused"])
+@pytest.mark.parametrize("options", [{}, {"repeat": 5}, {"confidence": 0.95}])
+def test_a_bad_policy_that_is_refused_isolates_nothing(tmp_path: Path, fail_on: str, options: dict[str, float]) -> None:
+    job = fails_with(CULPRIT, error=REFUSED)
+    report = Simulation(tmp_path, job, fail_on=(fail_on,), **options).bisect()  # type: ignore[arg-type]
+    assert report.verdict is Answer.UNRESOLVED
+    assert report.exit_code == 1
+    assert report.trials == 2
+    assert [each.runs for each in report.evidence if each.purpose == "bad"] == [1]
+    bad = next(each.trial for each in report.evidence if each.purpose == "bad")
+    assert lines(report)[:-1] == [
+        "Verdict: unresolved: too few trials said anything",
+        "Failure: Refused: rms_norm.forward on 'bad'",
+        "The bad policy cannot run the job here: a call was refused, and nothing but the policy is at fault. Name a "
+        "backend that can with --bad.",
+        REFUSED.splitlines()[0].removeprefix("triptych.errors."),
+        *REFUSED.splitlines()[1:],
+        f"The whole log: {tmp_path}/state/trials/{bad:03d}/run-1.log",
+    ]
+
+
+def test_a_good_policy_that_is_refused_names_what_could_serve(tmp_path: Path) -> None:
+    report = Simulation(tmp_path, lambda ran: REFUSED if ran[CULPRIT] == "torch" else "ValueError: b").bisect()
+    assert report.verdict is Answer.UNRESOLVED
+    assert report.notes[0].startswith("The good policy cannot run the job here")
+    assert "with --good. Others that could serve as --good: composite" in report.notes[0]
+    assert report.notes[1].startswith("Refused: rms_norm.forward on 'bad'")
+
+
+def test_a_failure_without_a_traceback_shows_the_end_of_the_log(tmp_path: Path) -> None:
+    text = "\n".join([*(f"line {n}" for n in range(9)), "python can't open file 'jbo.py'"])
+    report = Simulation(tmp_path, lambda ran: text).bisect()
+    assert report.verdict is Answer.NOT_A_BACKEND
+    assert lines(report)[3:-1] == [
+        f"The end of its log, {tmp_path}/state/trials/001/run-1.log:",
+        *(f"  line {n}" for n in range(5, 9)),
+        "  python can't open file 'jbo.py'",
+    ]
 
 
 def test_both_fail_alike(tmp_path: Path) -> None:

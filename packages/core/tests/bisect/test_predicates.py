@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from triptych.bisect.predicates import Ending, Verdict, check_variable, describe, judge, normalised, parse_predicates
+from triptych.bisect.predicates import (
+    Ending,
+    Verdict,
+    check_variable,
+    describe,
+    judge,
+    last_words,
+    normalised,
+    parse_predicates,
+    refusal,
+)
 from triptych.errors import UsageError
 
 TRACEBACK = """\
@@ -105,6 +115,19 @@ def test_exit(log: Path) -> None:
     assert verdict("exit", ending(log, code=2), reference="exit status 1") is Verdict.OTHER
     assert verdict("exit", ending(log, code=125)) is Verdict.UNRESOLVED
     assert verdict("exit", ending(log, timed_out=True, number=15)) is Verdict.TIMEOUT
+
+
+def test_a_refusal_says_nothing_whatever_is_searched_for(log: Path) -> None:
+    text = TRACEBACK.format("triptych.errors.Refused: rms_norm.forward on 'x' (rule 1, \"x\")\n  - no.\n  asked: y")
+    for fail_on in ("exit", "nonfinite", "match=Refused"):
+        for reference in (None, "exit status 1"):
+            assert verdict(fail_on, ending(log, text, code=1), reference) is Verdict.UNRESOLVED
+    assert verdict("command=true", ending(log, text, code=1, script=1)) is Verdict.UNRESOLVED
+    assert verdict("nonfinite", ending(log, text, code=1, findings=("nonfinite a.forward",))) is Verdict.FAIL
+    assert verdict("exit", ending(log, text, code=0)) is Verdict.PASS
+    log.write_text("[rank1]: " + text.replace("triptych.errors", "[rank1]: triptych.errors"))
+    assert refusal(log) == ["Refused: rms_norm.forward on 'x' (rule 1, \"x\")", "  - no.", "  asked: y"]
+    assert last_words(log) == []
 
 
 def test_signal(log: Path) -> None:

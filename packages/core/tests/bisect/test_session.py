@@ -9,6 +9,7 @@ import pytest
 
 from triptych.bisect.predicates import Verdict
 from triptych.bisect.session import Identity, Run, Session, Trial
+from triptych.bisect.verdicts import Answer
 from triptych.errors import UsageError
 
 IDENTITY = Identity(("python", "job.py"), "here", "torch", "triton", ("exit",), None, 1)
@@ -58,6 +59,16 @@ def test_a_state_that_exists_is_not_overwritten(tmp_path: Path) -> None:
     assert error(lambda: Session.create(tmp_path, IDENTITY)) == (
         f"{tmp_path} holds a bisection already. Continue it with --resume, remove the directory, or choose another one "
         f"with --state."
+    )
+
+
+def test_a_finished_bisection_is_not_to_be_continued(tmp_path: Path) -> None:
+    session = Session.create(tmp_path, IDENTITY)
+    session.conclude(Answer.NOT_REPRODUCED)
+    session.close()
+    assert error(lambda: Session.create(tmp_path, IDENTITY)) == (
+        f"{tmp_path} holds a bisection that is finished; its verdict is not-reproduced. Remove the directory, or choose "
+        f"another one with --state."
     )
 
 

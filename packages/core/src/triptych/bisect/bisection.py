@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from triptych import registry
 from triptych.bisect import proof, replays
 from triptych.bisect.engine import (
     Candidate,
@@ -24,7 +25,7 @@ from triptych.bisect.engine import (
     search,
 )
 from triptych.bisect.policies import PolicyWriter, Side
-from triptych.bisect.predicates import Verdict
+from triptych.bisect.predicates import Verdict, is_refusal, last_words, refusal
 from triptych.bisect.progress import Progress
 from triptych.bisect.rate import PROOF_FAILURES, PROOF_RUNS, Rate
 from triptych.bisect.session import Trial
@@ -89,10 +90,17 @@ class Bisection:
 
     def run(self) -> Report:
         """Run to the end."""
+        report = self._run()
+        self._trials.session.conclude(report.verdict)
+        return report
+
+    def _run(self) -> Report:
         good_trial, bad_trial = self._start()
-        negative = proof.unproved(good_trial, bad_trial)
+        named = {name for side in (self._good, self._bad) for rule in side.policy.rules for name in rule.choice}
+        negative = proof.unproved(good_trial, bad_trial, proof.alternatives(registry.backends.names(), named))
         if negative is not None:
-            return self._report(negative.verdict, negative.text, signature=negative.signature)
+            shown = self._shown(negative.trial)
+            return self._report(negative.verdict, negative.text, *shown, signature=negative.signature)
         self._trials.reference = bad_trial.signature
         self._trials.usual = good_trial.runs[0].ending
         self._note_rate()
@@ -128,8 +136,7 @@ class Bisection:
 
     def _trace(self, trial: Trial) -> tuple[CallRecord, ...]:
         """The calls of the run that decided a trial."""
-        decisive = next((n for n, run in enumerate(trial.runs, 1) if run.verdict is trial.verdict), 1)
-        path = self._trials.session.folder(trial.number) / f"run-{decisive}.trace.jsonl"
+        path = self._trials.session.folder(trial.number) / f"run-{proof.shown_for(trial)}.trace.jsonl"
         return read(path).calls if path.exists() else ()
 
     def _narrowed(
@@ -363,6 +370,23 @@ class Bisection:
         known = replace(self._blank, repeat=self._trials.repeat, failure_rate=self._rate.share)
         report = replace(known, verdict=verdict, evidence=evidence, **found)  # type: ignore[arg-type]
         return report.noted(*notes, *self._notes)
+
+    def _shown(self, trial: Trial | None) -> list[str]:
+        """What the log of the run that decided a trial says, where its signature does not: a note, or none."""
+        if trial is None:
+            return []
+        number = proof.shown_for(trial)
+        ending = trial.runs[number - 1].ending
+        log = self._trials.session.folder(trial.number) / f"run-{number}.log"
+        if ending in ("exit status 0", "timeout"):
+            return []
+        said = refusal(log) if is_refusal(ending) else last_words(log)
+        path = Path(self._blank.state) / log.relative_to(self._trials.session.path)
+        if is_refusal(ending):
+            return ["\n".join([*said, f"The whole log: {path}"])]
+        if said:
+            return ["\n".join([f"The end of its log, {path}:", *(f"  {line}" for line in said)])]
+        return [] if log.exists() and log.stat().st_size else [f"It printed nothing; its log is {path}."]
 
     def _evidence(self, trial: Trial) -> Evidence:
         blames = trial.purpose == "search" and trial.policy in self._blamed

@@ -29,7 +29,7 @@ class Verdict(StrEnum):
     OTHER = "other failure"
     """A failure with another signature: not the same bug."""
     UNRESOLVED = "unresolved"
-    """Exit status 125, or the predicate could not decide."""
+    """Exit status 125, the predicate could not decide, or the run ended in `Refused`: its policy cannot run the job."""
     TIMEOUT = "timeout"
     """The time was up, and `timeout` is not what is searched for."""
 
@@ -91,6 +91,9 @@ def judge(
     """
     if ending.code == SKIP and not ending.timed_out:
         return Verdict.UNRESOLVED, f"exit status {SKIP}"
+    how = describe(ending)
+    if is_refusal(how) and not ending.findings:
+        return Verdict.UNRESOLVED, how
     if ending.script is not None and (ending.script == SKIP or not 0 <= ending.script < 128):
         return Verdict.UNRESOLVED, f"script: {_status(ending.script)}"
     met = [found for found in (predicate.signature(ending) for predicate in predicates) if found is not None]
@@ -106,6 +109,11 @@ def judge(
     return Verdict.OTHER, describe(ending)
 
 
+def is_refusal(ending: str) -> bool:
+    """Whether a run that ended so was refused: its policy cannot run the job here, and nothing else was shown."""
+    return ending.startswith("Refused: ")
+
+
 SKIP = 125
 """The exit status that says: this run says nothing. As in git bisect run."""
 
@@ -114,6 +122,8 @@ SKIP = 125
 
 _TAIL = 1 << 20
 _LENGTH = 200
+_LINES_OF_REFUSAL = 30
+_LAST_LINES = 5
 _RANK = r"(?:\[rank\d+\]:\s?)?"
 _TRACEBACK = re.compile(rf"^{_RANK}Traceback \(most recent call last\):$", re.MULTILINE)
 _RAISED = re.compile(rf"^{_RANK}([A-Za-z_][\w.]*)(?:: ?(.*))?$", re.MULTILINE)
@@ -159,6 +169,25 @@ def _raised(log: Path) -> str | None:
             return f"Refused: {refused[1]} on {refused[2]}"
         return normalised(f"{name}: {message}" if message else name)
     return None
+
+
+def refusal(log: Path) -> list[str]:
+    """The lines of the last refusal that the log shows: from "Refused:" on, reason by reason."""
+    found: list[str] = []
+    for line in _tail(log).splitlines():
+        plain = re.sub(f"^{_RANK}", "", line)
+        if re.match(r"(?:[A-Za-z_][\w.]*\.)?Refused: ", plain):
+            found = [plain[plain.index("Refused: ") :]]
+        elif found and plain.startswith("  ") and len(found) < _LINES_OF_REFUSAL:
+            found.append(plain)
+    return found
+
+
+def last_words(log: Path) -> list[str]:
+    """The last lines of a log that shows no Python exception; none where it does, or is empty."""
+    if _raised(log) is not None:
+        return []
+    return [line.rstrip() for line in _tail(log).splitlines() if line.strip()][-_LAST_LINES:]
 
 
 def _tail(log: Path) -> str:

@@ -17,7 +17,7 @@ _SENTENCES = {
     Answer.GOOD_FAILS: "good-fails: the good policy fails as well",
     Answer.NOT_A_BACKEND: "not-a-backend: no swap makes the difference",
     Answer.FLAKY: "flaky: it fails too rarely for the repeats that were allowed",
-    Answer.UNRESOLVED: "unresolved: too many trials said nothing",
+    Answer.UNRESOLVED: "unresolved: too few trials said anything",
 }
 _REPLAYED = {
     "agrees": "; run alone it agrees with the reference",
@@ -43,7 +43,7 @@ def lines(report: Report) -> list[str]:
     for word, sites in (("Culprit", report.culprits), ("Victim", report.victims), ("Suspect", report.suspects)):
         for site in sites:
             found.append(f"{word}: {site}{_REPLAYED.get(site.replay or '', '')}")
-    found += report.notes
+    found += [line for note in report.notes for line in note.splitlines()]
     if report.workaround is not None:
         found.append("Workaround, proved to pass:")
         found.append(f"  {assignment(report.workaround)} {report.shell_command}")

@@ -1,6 +1,7 @@
 """What a bisection knows, on disk, in one directory: so that it can be interrupted and continued.
 
     <state>/session.json            schema 1: the command, both policies and the options; written once
+    <state>/finished.json           schema 1: the verdict; missing until there is one
     <state>/lock                    held while a bisection works in this directory
     <state>/trials/007/trial.json   schema 1: a finished trial; a folder without it was interrupted
     <state>/trials/007/policy.txt   the text that TRIPTYCH_BACKEND had
@@ -107,6 +108,12 @@ class Session:
     @classmethod
     def create(cls, path: Path, identity: Identity) -> Session:
         """A new state directory. UsageError when there is one already, or something else in its place."""
+        if (path / "finished.json").exists():
+            verdict = _read(path / "finished.json").get("verdict")
+            raise UsageError(
+                f"{path} holds a bisection that is finished; its verdict is {verdict}. Remove the directory, or choose "
+                f"another one with --state."
+            )
         if (path / "session.json").exists():
             raise UsageError(
                 f"{path} holds a bisection already. Continue it with --resume, remove the directory, or choose another "
@@ -186,6 +193,10 @@ class Session:
         _write(self.folder(trial.number) / "trial.json", {"schema": SCHEMA, **asdict(trial)})
         with self._lock:
             self._add(trial)
+
+    def conclude(self, verdict: str) -> None:
+        """Keep the verdict: the bisection is finished."""
+        _write(self.path / "finished.json", {"schema": SCHEMA, "verdict": verdict})
 
     def abandon(self, number: int) -> None:
         """Drop a trial that was interrupted."""

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import psutil
 
-from triptych.bisect.predicates import Ending, Predicate, Verdict, check_variable, describe, judge
+from triptych.bisect.predicates import Ending, Predicate, Verdict, check_variable, describe, is_refusal, judge
 from triptych.bisect.session import Run, Session, Trial
 from triptych.checks import read_findings
 from triptych.run.process import MARK, run_trial
@@ -146,7 +146,8 @@ class Trials:
                 runs.append(result)
                 failed_runs += result.verdict is Verdict.FAIL
                 says_nothing = result.verdict not in (Verdict.PASS, Verdict.FAIL)
-                if failed_runs == request.failures or (says_nothing and request.runs is not None):
+                hopeless = says_nothing and (request.runs is not None or is_refusal(result.ending))
+                if failed_runs == request.failures or hopeless:
                     wanted = len(runs)
                     break
         failed = [run for run in runs if run.verdict is Verdict.FAIL]

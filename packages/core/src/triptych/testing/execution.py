@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from triptych.call import dtype_name
+from triptych.errors import UsageError
 from triptych.testing.checks import CHECKS, Check
 from triptych.testing.checks.asking import assert_may_be_refused, refused_for
 from triptych.testing.grid import Case
@@ -86,7 +87,16 @@ def unmatched_exclusions(subject: Subject) -> tuple[str, ...]:
 
 
 def outcomes(subject: Subject, *checks: str) -> Iterator[Outcome]:
-    """Run checks, all of them unless some are named, over their whole grid, on every device type to test."""
+    """Run checks, all of them unless some are named, over their whole grid, on every device type to test.
+
+    Raises:
+        UsageError: there is nothing to test on this machine.
+    """
+    if not subject.tested_device_types() or not subject.tested_ops():
+        raise UsageError(
+            f"Backend {subject.backend!r} has nothing to test here: no op for a device of this machine. Give Subject "
+            f"the device_types on which it runs, or test it on a machine that has one."
+        )
     for name in checks or CHECKS:
         for device_type in subject.tested_device_types():
             for op in subject.tested_ops():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import triptych
-from triptych import scope
+from triptych import operator, scope
 from triptych.call import BACKWARD, FORWARD
 from triptych.opspec import Tensors
 from triptych.testing.grid import Case
@@ -62,10 +62,8 @@ def _listed(calls: Mapping[tuple[str, str, str], int]) -> str:
 
 def run_phase(backend: str, case: Case, phase: str, args: tuple[Any, ...]) -> Tensors:
     """One phase through the operator `torch.ops.triptych.<op>`, on `backend`; all its outputs."""
-    operator = getattr(torch.ops.triptych, case.spec.operator_name(phase)).default
     with under(backend), ran({(case.op, phase, backend): 1}):
-        outputs: Tensors = tuple(operator(*args, ""))
-    return outputs
+        return operator.run(case.spec, phase, args, "")
 
 
 def forward(subject: Subject, case: Case, args: tuple[Any, ...]) -> Tensors:

@@ -18,8 +18,8 @@ class Subject:
 
     Attributes:
         backend: its name. The suite runs every call under a policy that names it, and asserts that it ran.
-        device_types: the device types to test. Empty: those on which it has a place in `auto`. One that this machine
-            lacks is left out; a subject of which nothing is left is skipped with that reason.
+        device_types: the device types to test. Empty: those on which it has a place in `auto`; all, when it has none.
+            One that this machine lacks is left out; a subject of which nothing is left is skipped with that reason.
         ops: the ops to test. Empty: every op of which it implements a phase.
         same_for_any_thread_count: whether results on the CPU are the same bits whatever the number of threads. The
             suite compares runs with 1, 2 and 3 threads; declare False, and it does not.
@@ -52,6 +52,8 @@ class Subject:
         present = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
         if self.device_types:
             return tuple(kind for kind in present if kind in self.device_types)
+        if all(self.plugin.priority(kind) is None for kind in ("cpu", "cuda")):
+            return present  # it is never in `auto`, which says nothing about where it runs
         return tuple(kind for kind in present if self.plugin.priority(kind) is not None)
 
     def implements(self, op: str) -> tuple[str, ...]:
