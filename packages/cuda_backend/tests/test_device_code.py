@@ -10,7 +10,7 @@ from triptych_cuda.native import device_code, toolchain
 from triptych_cuda.native.recipe import device_sources
 from triptych_cuda.native.toolchain import Missing
 
-# Bytes a thread. Of 292 kernels three, each at its bound of 128 registers, spill 8, 16 and 72 bytes with CUDA 13.0; a
+# Bytes a thread. Three kernels off the hot paths, at their bound of registers, spill 6, 16 and 72 bytes with CUDA 13.0; a
 # dozen words a row stay in the L1 cache. More than that is a kernel that no longer fits its registers.
 MOST_SPILLED = 80
 
