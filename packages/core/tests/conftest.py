@@ -48,3 +48,16 @@ def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
         return root
 
     return make
+
+
+@pytest.fixture
+def capturing(fresh_scope: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Switch capture on for a selector; returns the directory."""
+
+    def switch_on(selector: str, policy: str = "torch") -> Path:
+        monkeypatch.setenv("TRIPTYCH_CAPTURE", f"captures|{selector}")
+        monkeypatch.setenv("TRIPTYCH_BACKEND", policy)
+        monkeypatch.setattr(scope, "_process", None)
+        return fresh_scope / "captures"
+
+    return switch_on
