@@ -20,14 +20,25 @@ if TYPE_CHECKING:
 
 
 def backward_of(op: Op) -> Callable[..., Any]:
-    """The backward of the autograd function whose inputs are (plan, index, backward_index) and the op's tensors."""
+    """The backward of the autograd function whose inputs are the op's tensors, behind what was selected for them."""
     spec = op.spec
     kept = len(spec.differentiable)
-    several = kept > 1  # with one differentiable output, backward never runs without its gradient
+    cut = bool(spec.returned)
+    several = spec.visible > 1  # with one output, backward never runs without its gradient
     optional = () if spec.backward is None else tuple(name.endswith("?") for name in spec.backward.tensors[:kept])
+    remade = tuple(spec.saved.index(name) for name in spec.remade)
+
+    def made_again(saved: Tensors, makers: tuple[Callable[[], torch.Tensor] | None, ...]) -> Tensors:
+        tensors = list(saved)
+        for place, make in zip(remade, makers, strict=True):
+            if make is not None:
+                tensors[place] = make()
+        return tuple(tensors)
 
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        plan, _, index = ctx.selected
+        plan, _, index, scalars = ctx.selected
+        if cut:
+            grads = grads[:kept]
         if several:
             grads = tuple(
                 torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
@@ -35,11 +46,12 @@ def backward_of(op: Op) -> Callable[..., Any]:
                 else grad
                 for grad, may_be_none, meta in zip(grads, optional, plan.grad_metas, strict=True)
             )
-        args = (*grads, *ctx.saved_tensors, *plan.scalars, *plan.needs)
+        saved = made_again(ctx.saved_tensors, ctx.makers) if remade else ctx.saved_tensors
+        args = (*grads, *saved, *scalars, *plan.needs)
         if torch.is_grad_enabled():
             with torch.no_grad():
                 results = _backward(op, plan, index, args)
-            tied = (*results, *grads, *ctx.saved_tensors)
+            tied = (*results, *grads, *saved)
             results = NoSecondDerivative.apply(spec.name, len(results), *tied)  # type: ignore[no-untyped-call]
         else:
             results = _backward(op, plan, index, args)

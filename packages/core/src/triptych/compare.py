@@ -69,13 +69,23 @@ def nonfinite(name: str, tensor: torch.Tensor) -> Difference | None:
 
 
 def agreement(got: torch.Tensor, wanted: torch.Tensor, tolerance: torch.Tensor) -> torch.Tensor:
-    """Elementwise, whether `got` lies within `tolerance` of `wanted`, measured in float64.
+    """Elementwise, whether `got` lies within `tolerance` of `wanted`, measured in float64; exactly between integers.
 
     An infinity agrees where `wanted`, rounded to the dtype of `got`, is the same infinity, and nowhere else, however
     large the tolerance: both overflowed. NaN agrees with nothing.
     """
-    error = (got.double() - wanted.double()).abs()
-    return ((error <= tolerance.double()) & (error < torch.inf)) | (got == wanted.to(got.dtype))
+    error = _distance(got, wanted)
+    within = (error <= tolerance.double()) & (error < torch.inf)
+    return within | (got == wanted.to(got.dtype)) if got.is_floating_point() else within
+
+
+def _distance(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """|got - wanted| in float64. Two integers are subtracted as such: beyond 2^53 a float knows but every other one."""
+    if got.is_floating_point() or wanted.is_floating_point():
+        return (got.double() - wanted.double()).abs()
+    got, wanted = got.to(torch.int64), wanted.to(torch.int64)
+    difference = torch.maximum(got, wanted) - torch.minimum(got, wanted)
+    return torch.where(difference < 0, torch.inf, difference.double())  # past 2^63 the difference wraps around
 
 
 def differences(
@@ -95,7 +105,7 @@ def differences_of_nonfinite(
     phase: Phase, got: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...], tolerances: tuple[torch.Tensor, ...]
 ) -> tuple[Difference, ...]:
     """`differences` for a call whose inputs hold NaN or infinities: NaN agrees where NaN was wanted."""
-    return _differences(phase, got, wanted, tolerances, _agreement_or_both_nan)
+    return _differences(phase, got, wanted, tolerances, agreement_or_both_nan)
 
 
 def relative(wanted: tuple[torch.Tensor, ...], rtol: float) -> tuple[torch.Tensor, ...]:
@@ -112,7 +122,8 @@ def _largest_finite(tensor: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isfinite(tensor), tensor, 0).double().abs().amax()
 
 
-def _agreement_or_both_nan(got: torch.Tensor, wanted: torch.Tensor, tolerance: torch.Tensor) -> torch.Tensor:
+def agreement_or_both_nan(got: torch.Tensor, wanted: torch.Tensor, tolerance: torch.Tensor) -> torch.Tensor:
+    """`agreement`, and NaN where NaN was wanted."""
     return agreement(got, wanted, tolerance) | (got.isnan() & wanted.isnan())
 
 

@@ -9,6 +9,7 @@ and meta tensors, tensor subclasses, functorch, dispatch modes) goes through the
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -46,7 +47,6 @@ class Plan:
         "needs",
         "results",
         "run",
-        "scalars",
     )
 
     def __init__(
@@ -55,7 +55,6 @@ class Plan:
         count: Counter,
         backward: Decision | None,
         backward_count: Counter | None,
-        scalars: tuple[Any, ...],
         grad_metas: tuple[TensorMeta, ...],
         needs: tuple[bool, ...],
         results: tuple[int | None, ...],
@@ -66,7 +65,6 @@ class Plan:
         self.backward = backward
         self.backward_run: PhaseFunction | None = None if backward is None else backward.function
         self.backward_count = None if backward_count is None else backward_count.next
-        self.scalars = scalars
         self.grad_metas = grad_metas
         self.needs = needs
         self.results = results
@@ -94,7 +92,8 @@ class Op:
     def __init__(self, spec: OpSpec) -> None:
         self.spec = spec
         self._tensor_count = len(spec.forward.tensors)
-        self._kept = len(spec.differentiable) or len(spec.forward.outputs)
+        self._varying = {phase: _places(spec, phase) for phase in spec.phases}
+        self._kept = spec.visible
         self._start_counting()
         self.call: Callable[..., Any] = shortpath.write(self, backward_of(self))
         os.register_at_fork(after_in_child=self._start_counting)
@@ -110,7 +109,9 @@ class Op:
         now = scope.current()
         index = self.next_forward() if phase == FORWARD else self.next_backward()
         rule = now.policy.rule_for(self.spec.name, phase, layer, index, scope.rank())
-        key = (self, phase, layer, id(rule), *map(_signature, args))
+        varying = self._varying[phase]
+        signature = [_signature(value) if place not in varying else _kind(value) for place, value in enumerate(args)]
+        key = (self, phase, layer, id(rule), *signature)
         found = now.plans.get(key)
         if found is None:
             self.check(args, phase)
@@ -201,9 +202,8 @@ class Op:
             call, grad_metas = self._backward_call(metas, needs)
             backward = _select(call, layer, backward_rule)
             backward_count = self.count(BACKWARD, backward.chosen)
-        scalars = args[self._tensor_count :]
         count = self.count(FORWARD, forward.chosen)
-        plan = Plan(forward, count, backward, backward_count, scalars, grad_metas, needs, results)
+        plan = Plan(forward, count, backward, backward_count, grad_metas, needs, results)
         plan.check_first_results(self.spec)
         now.remember(key, plan)
         return plan
@@ -257,6 +257,18 @@ def _signature(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return (value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15)
     return value
+
+
+def _places(spec: OpSpec, phase: str) -> frozenset[int]:
+    """Where in a phase's arguments the scalars stand that may take a new value with every call."""
+    signature = spec.phase(phase)
+    start = len(signature.tensors)
+    return frozenset(start + i for i, name in enumerate(signature.scalar_names) if name in spec.varying)
+
+
+def _kind(value: Any) -> Any:
+    """A varying scalar in a key, as shortpath writes it: one plan for whatever positive number it is."""
+    return (isinstance(value, int | float) and 0.0 < value < math.inf) or value
 
 
 def _meta(value: Any) -> Any:

@@ -30,7 +30,9 @@ def define(op: Op) -> None:
     """Define the operators of `op`."""
     for phase in op.spec.phases:
         _define_phase(op, phase)
-    if op.spec.backward is not None:
+    if op.spec.backward is None:
+        _define_no_gradient(op.spec)
+    else:
         _define_autograd(op)
 
 
@@ -107,3 +109,17 @@ def _define_autograd(op: Op) -> None:
         f"triptych::{spec.operator_name(FORWARD)}", backward, setup_context=setup_context, lib=_library
     )
     torch.library.register_autograd(f"triptych::{spec.operator_name(BACKWARD)}", refuse, lib=_library)
+
+
+def _define_no_gradient(spec: OpSpec) -> None:
+    """Let the outputs of an op without backward carry no gradient, whatever its inputs do."""
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.mark_non_differentiable(*((output,) if len(spec.forward.outputs) == 1 else output))
+
+    def refuse(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError(f"{spec.name} has no backward")
+
+    torch.library.register_autograd(
+        f"triptych::{spec.operator_name(FORWARD)}", refuse, setup_context=setup_context, lib=_library
+    )

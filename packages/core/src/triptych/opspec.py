@@ -76,12 +76,18 @@ class Sample:
         make: called with a generator, a dtype and a device; returns forward's tensors in order (None where absent).
         scalars: forward's scalars.
         floor: whether no backend may refuse it on a device it supports.
+        smooth: the forward inputs whose gradient is the derivative of forward in this case; None means all of them.
+            The gradients of a quantiser are straight-through estimates, which finite differences contradict.
+        nan: whether NaN is the right result somewhere although all inputs are finite. Where inputs are not, the suite
+            expects NaN wherever the reference has it without being told.
     """
 
     name: str
     make: Callable[[torch.Generator, torch.dtype, torch.device], tuple[torch.Tensor | None, ...]]
     scalars: tuple[Scalar, ...]
     floor: bool = True
+    smooth: tuple[str, ...] | None = None
+    nan: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,9 +100,15 @@ class OpSpec:
         forward, backward: the phases; backward is None where the op has no gradient.
         check: called with forward's arguments before anything else; raises ArgumentError.
         check_backward: the same for backward's, when its operator is called by itself.
-        differentiable: forward outputs that carry gradients. Backward's first tensors are their gradients, `d<name>`,
-            with "?" where a missing gradient is passed as None rather than as zeros.
+        differentiable: forward outputs that carry gradients, its first ones. Backward's first tensors are their
+            gradients, `d<name>`, with "?" where a missing gradient is passed as None rather than as zeros.
+        returned: forward outputs without a gradient that a caller gets all the same; they follow the differentiable
+            ones. What is in neither is for backward alone. An op without differentiable outputs returns all of them.
         saved: forward inputs or outputs, by name, that backward takes after the gradients.
+        remade: those of the saved inputs that are not kept from forward to backward when the caller has said how to
+            make them again (`triptych.remake`).
+        varying: float scalars of forward that may take a new value with every call, as a schedule makes them. A backend
+            must not decide by them whether it can run, except by whether they are positive.
         gradients: for each output of backward, the forward inputs whose gradient it is.
         typical: called with (shape, dtype, device); returns the forward arguments of an ordinary call whose first
             tensor is that, with a TensorMeta in place of each tensor. For `triptych explain`.
@@ -112,7 +124,10 @@ class OpSpec:
     samples: Callable[[], Iterator[Sample]]
     check_backward: Callable[..., None] | None = None
     differentiable: tuple[str, ...] = ()
+    returned: tuple[str, ...] = ()
     saved: tuple[str, ...] = ()
+    remade: tuple[str, ...] = ()
+    varying: tuple[str, ...] = ()
     gradients: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -134,6 +149,16 @@ class OpSpec:
             unknown = [name for name in self.saved if name not in known]
             if unknown:
                 return f"it saves {', '.join(unknown)}, which forward neither takes nor returns."
+        visible = self.differentiable + self.returned
+        if visible != self.forward.outputs[: len(visible)]:
+            return f"its first outputs must be {', '.join(visible)}, those with a gradient before those without."
+        unknown = [name for name in self.remade if name not in self.saved or name not in self.forward.tensor_names]
+        if unknown:
+            return f"it makes {', '.join(unknown)} again, which is no forward input that it saves."
+        floats = [name for name, kind in self.forward.scalars if kind is float]
+        unknown = [name for name in self.varying if name not in floats]
+        if unknown:
+            return f"it lets {', '.join(unknown)} vary, which is no float scalar of forward."
         return ""
 
     @property
@@ -145,6 +170,11 @@ class OpSpec:
         found = self.forward if name == FORWARD else self.backward
         assert found is not None, f"{self.name} has no {name}"
         return found
+
+    @property
+    def visible(self) -> int:
+        """How many of forward's outputs a caller gets: the first ones."""
+        return len(self.differentiable + self.returned) or len(self.forward.outputs)
 
     def check_of(self, phase: str) -> Callable[..., None]:
         """What checks the arguments of a phase."""

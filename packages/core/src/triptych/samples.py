@@ -76,6 +76,31 @@ def in_float32(maker: Maker) -> Maker:
     )
 
 
+def constant(value: float, *shape: int) -> Maker:
+    """Every element the same."""
+    return lambda generator, dtype, device: torch.full(shape, value, dtype=dtype, device=device)
+
+
+def scaled(maker: Maker, factor: float) -> Maker:
+    """The same, times a factor."""
+    return lambda generator, dtype, device: maker(generator, dtype, device) * factor
+
+
+def positive(maker: Maker) -> Maker:
+    """The same without their signs."""
+    return lambda generator, dtype, device: maker(generator, dtype, device).abs()
+
+
+def seed() -> Maker:
+    """A seed of noise: int64 [1], any of the 2^64."""
+
+    def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        ends = torch.iinfo(torch.int64)
+        return torch.randint(ends.min, ends.max, (1,), dtype=torch.int64, generator=generator).to(device)
+
+    return make
+
+
 def row_cases(maker_count: int) -> Iterator[tuple[str, tuple[Maker, ...], int]]:
     """Every layout and row length that has broken a kernel somewhere: (name, makers of `maker_count` inputs, N)."""
     lengths = (1, 2, 3, 7, 8, 31, 32, 33, 100, 127, 128, 1000, 1024, 4096, 4097, 8200, 16384, 20001, 65536)

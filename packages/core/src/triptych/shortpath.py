@@ -10,19 +10,22 @@ more than everything that is done to them (6.0 us a call against 3.2). For rms_n
         key = ('rms_norm', layer, eps, offset, rounding, x.shape, x.stride(), x.dtype, x.device, ...)
         plan = (used_scope() or scopes._process or current_scope()).plans.get(key)
         ...
-        if x_grad or weight_grad: return apply((plan, index, backward_index), x, weight)
+        if x_grad or weight_grad: return apply((plan, index, backward_index, (eps, offset, rounding)), x, weight)
         return plan.run(x, weight, eps, offset, rounding)[0]
 
     def forward(ctx, selected, x, weight):
-        plan, index, _ = ctx.selected = selected
-        eps, offset, rounding = plan.scalars
-        y, rstd = plan.run(x, weight, eps, offset, rounding)
+        plan, index, _, scalars = ctx.selected = selected
+        y, rstd = plan.run(x, weight, *scalars)
         ctx.save_for_backward(x, weight, rstd)
         return y
+
+In the key, a scalar that may vary from call to call (OpSpec.varying) stands as True while it is positive and finite:
+whatever value it takes next, the plan is there. Any other value, NaN included, is looked up, and checked, by itself.
 """
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -32,7 +35,7 @@ import torch.overrides
 from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
-from triptych import intercept, scope
+from triptych import intercept, remake, scope
 from triptych.opspec import OpSpec
 
 if TYPE_CHECKING:
@@ -52,6 +55,7 @@ def write(op: Op, backward: Callable[..., Any]) -> Callable[..., Any]:
     body = {"forward": staticmethod(members["forward"]), "backward": staticmethod(backward)}
     function: Any = types.new_class(name, (torch.autograd.Function,), exec_body=lambda members: members.update(body))
     namespace: dict[str, Any] = {
+        "INFINITY": math.inf,
         "Parameter": Parameter,
         "Tensor": torch.Tensor,
         "apply": function.apply,
@@ -64,6 +68,7 @@ def write(op: Op, backward: Callable[..., Any]) -> Callable[..., Any]:
         "intercept": intercept,
         # Tracing without dynamo has fake tensors, which are a type of their own.
         "is_compiling": torch.compiler.is_dynamo_compiling,
+        "no_grad": torch.no_grad,
         "observed": _observed,
         "op": op,
         "scopes": scope,
@@ -83,27 +88,29 @@ def _observed() -> bool:
 
 def kept(spec: OpSpec) -> str:
     """The subscript that takes from all outputs of forward those that the caller gets."""
-    count = len(spec.differentiable) or len(spec.forward.outputs)
+    count = spec.visible
     return "[0]" if count == 1 else f"[:{count}]"
 
 
 def forward_source(spec: OpSpec) -> str:
     """The text of `forward`, of the op's autograd function."""
     tensors = ", ".join(spec.forward.tensor_names)
-    scalars = "".join(f"{name}, " for name in spec.forward.scalar_names)
+    makers = [f"getattr({name}, {remake.ATTRIBUTE!r}, None)" for name in spec.remade]
     lines = [
         f"def forward(ctx, selected, {tensors}):",
-        "    plan, index, _ = ctx.selected = selected",
+        "    plan, index, _, scalars = ctx.selected = selected",
         "    plan.count()",
-        f"    {scalars}= plan.scalars" if scalars else "",
         "    if intercept.active:",
-        f"        outputs = op.intercepted(plan.forward, index, ({tensors}, {scalars}))",
+        f"        outputs = op.intercepted(plan.forward, index, ({tensors}, *scalars))",
         "    else:",
-        f"        outputs = plan.run({tensors}, {scalars})",
+        f"        outputs = plan.run({tensors}, *scalars)",
         f"    {', '.join(spec.forward.outputs)}, = outputs",
+        f"    ctx.makers = ({', '.join(makers)},)" if makers else "",
+        *(f"    if ctx.makers[{place}] is not None: {name} = None" for place, name in enumerate(spec.remade)),
         f"    ctx.save_for_backward({', '.join(spec.saved)})",
-        # With one differentiable output, backward never runs without its gradient.
-        "    ctx.set_materialize_grads(False)" if len(spec.differentiable) > 1 else "",
+        f"    ctx.mark_non_differentiable({', '.join(spec.returned)})" if spec.returned else "",
+        # With one output, backward never runs without its gradient.
+        "    ctx.set_materialize_grads(False)" if spec.visible > 1 else "",
         f"    return outputs{kept(spec)}",
     ]
     return "\n".join(lines) + "\n"
@@ -128,7 +135,8 @@ def call_source(spec: OpSpec) -> str:
         f"    if function_modes() and observed(): {elsewhere}",
     ]
     lines += ["    grad = grad_enabled()"]
-    parts = [f"{spec.name!r}", "layer", *scalars]
+    parts = [f"{spec.name!r}", "layer"]
+    parts += [f"(0.0 < {name} < INFINITY) or {name}" if name in spec.varying else name for name in scalars]
     for name in tensors:
         metadata = (
             f"{name}.shape, {name}.is_contiguous() or {name}.stride(), {name}.dtype, {name}.device, "
@@ -140,10 +148,12 @@ def call_source(spec: OpSpec) -> str:
         else:
             lines.append(f"    {name}_grad = grad and {name}.requires_grad")
             parts += [metadata, f"{name}_grad"]
-    needs_grad = " or ".join(f"{name}_grad" for name in tensors) if spec.backward is not None else "False"
+    needs_grad = " or ".join(f"{name}_grad" for name in tensors)
     meta = " or ".join(
         f"{name} is not None and {name}.is_meta" if name in optional else f"{name}.is_meta" for name in tensors
     )
+    if spec.backward is None:  # an implementation in PyTorch's own operations must leave no graph behind
+        lines += [f"    if {needs_grad}:", f"        with no_grad(): return call(layer, {arguments})"]
     lines += [
         "    try:",
         f"        key = ({', '.join(parts)})",
@@ -154,10 +164,16 @@ def call_source(spec: OpSpec) -> str:
         "        raise",
         f"    if plan is None and ({meta}): {elsewhere}",
         "    index = op.next_forward()",
-        f"    if {needs_grad}:",
-        "        backward_index = op.next_backward()",
-        f"        if plan is None: plan = op.plan(scope, key, layer, ({arguments}), index, backward_index)",
-        f"        return apply((plan, index, backward_index), {', '.join(tensors)})",
+    ]
+    if spec.backward is not None:
+        lines += [
+            f"    if {needs_grad}:",
+            "        backward_index = op.next_backward()",
+            f"        if plan is None: plan = op.plan(scope, key, layer, ({arguments}), index, backward_index)",
+            f"        return apply((plan, index, backward_index, ({''.join(f'{name}, ' for name in scalars)})), "
+            f"{', '.join(tensors)})",
+        ]
+    lines += [
         f"    if plan is None: plan = op.plan(scope, key, layer, ({arguments}), index, -1)",
         "    plan.count()",
         f"    if intercept.active: return op.intercepted(plan.forward, index, ({arguments})){kept(spec)}",

@@ -1,0 +1,117 @@
+"""Tensors that are made again for backward: not kept, the same gradients, the right policy, changes noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import triptych
+from triptych import ChangedError, registry, remake
+from triptych.ops.analog_linear import analog_linear
+from triptych.ops.analog_weight import analog_weight
+from triptych.testing import ran, under
+
+Tensor = torch.Tensor
+FORWARD = ("analog_linear", "forward", "composite")
+BACKWARD = ("analog_linear", "backward", "composite")
+WEIGHT = ("analog_weight", "forward", "composite")
+
+
+@contextmanager
+def saved() -> Iterator[list[Tensor]]:
+    """The tensors that autograd keeps in the block."""
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
+
+
+def noisy(weight: Tensor, seed: Tensor) -> Tensor:
+    return analog_weight(weight, None, seed, noise="per_channel", std_dev=0.1)[0]
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 16, generator=generator).requires_grad_()
+    weight = torch.randn(8, 16, generator=generator)
+    return x, weight, torch.tensor([7])
+
+
+def test_a_marked_weight_is_not_kept_and_gives_the_same_gradient() -> None:
+    x, weight, seed = inputs()
+    with under("composite"):
+        kept_weight = noisy(weight, seed)
+        (expected,) = torch.autograd.grad(analog_linear(x, kept_weight).sum(), x)
+        modified = noisy(weight, seed)
+        remake.attach(modified, lambda: noisy(weight, seed), weight, seed)
+        with saved() as kept:
+            y = analog_linear(x, modified)
+        assert not any(tensor.shape == weight.shape for tensor in kept)
+        with ran({BACKWARD: 1, WEIGHT: 1}):
+            (found,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(found, expected)
+
+
+def test_an_unmarked_weight_is_kept() -> None:
+    x, weight, seed = inputs()
+    with under("composite"), saved() as kept:
+        analog_linear(x, noisy(weight, seed))
+    assert any(tensor.shape == weight.shape for tensor in kept)
+
+
+def test_it_is_made_under_the_policy_of_forward() -> None:
+    x, weight, seed = inputs()
+    with triptych.use("composite"):
+        modified = noisy(weight, seed)
+        remake.attach(modified, lambda: noisy(weight, seed), weight, seed)
+        y = analog_linear(x, modified)
+    others = [name for name in registry.backends.names() if name != "composite"]
+    with under(others[0] if others else "composite"), ran({BACKWARD: 1, WEIGHT: 1}):
+        y.sum().backward()
+
+
+def test_a_source_that_changed_is_an_error() -> None:
+    x, weight, seed = inputs()
+    with under("composite"):
+        modified = noisy(weight, seed)
+        remake.attach(modified, lambda: noisy(weight, seed), weight, seed)
+        y = analog_linear(x, modified)
+        weight.add_(1)
+        with pytest.raises(ChangedError, match=r"\[8, 16\] was changed in place between forward and backward"):
+            y.sum().backward()
+
+
+def test_it_may_be_made_more_than_once() -> None:
+    x, weight, seed = inputs()
+    with under("composite"):
+        modified = noisy(weight, seed)
+        remake.attach(modified, lambda: noisy(weight, seed), weight, seed)
+        y = analog_linear(x, modified)
+        first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        with ran({BACKWARD: 1, WEIGHT: 1}):
+            second = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(first[0], second[0])
+
+
+def test_checkpointed_recomputation_makes_it_again_too() -> None:
+    x, weight, seed = inputs()
+
+    def layer(x: Tensor) -> Tensor:
+        modified = noisy(weight, seed)
+        remake.attach(modified, lambda: noisy(weight, seed), weight, seed)
+        return analog_linear(x, modified)
+
+    with under("composite"):
+        (expected,) = torch.autograd.grad(layer(x).sum(), x)
+        y = checkpoint(layer, x, use_reentrant=False)
+        with ran({FORWARD: 1, BACKWARD: 1, WEIGHT: 2}):
+            (found,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(found, expected)
