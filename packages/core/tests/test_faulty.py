@@ -14,6 +14,7 @@ from triptych.scope import Scope
 from triptych.testing import CHECKS, first_failure, outcomes
 from triptych.testing.execution import FAILED, SKIPPED
 from triptych.testing.faulty import FAULTS, LOOPBACK, planted
+from triptych.testing.faulty.values import ignoring
 
 NEEDS_NO_FAULT = {"bad_arguments", "second_derivative"}
 """Checks of what dispatch does for every backend, which no backend can get wrong. Broken below in other ways."""
@@ -29,6 +30,17 @@ def test_a_planted_fault_is_caught(name: str, check: str) -> None:
     with planted(FAULTS[name]) as subject:
         failure = first_failure(subject, check)
     assert failure is not None, f"{check} does not catch {name}: {FAULTS[name].summary}"
+
+
+SCALARS = [(op, scalar) for op in registry.ops.names() for scalar in registry.ops.get(op).forward.scalar_names]
+
+
+@pytest.mark.parametrize(("op", "scalar"), SCALARS)
+def test_no_scalar_of_any_op_can_be_ignored(op: str, scalar: str) -> None:
+    with planted(ignoring(scalar)) as subject:
+        subject = dataclasses.replace(subject, ops=(op,))
+        failure = first_failure(subject, "forward_values") or first_failure(subject, "backward_values")
+    assert failure is not None, f"no sample of {op} has a {scalar} that matters and is not the usual one"
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -16,11 +16,13 @@ import torch
 import triptych
 from triptych import dispatch, registry
 from triptych.backend import Backend
-from triptych.testing import CHECKS, Case, Subject, execute, first_failure, outcomes, plugin, ran, under
+from triptych.compare import agreement_or_both_nan
+from triptych.testing import CHECKS, Case, Subject, execute, first_failure, grid, layouts, outcomes, plugin, ran, under
 from triptych.testing.assertions import assert_no_alias, assert_same_bits, assert_within
 from triptych.testing.execution import EXCLUDED, FAILED, PASSED, SKIPPED, unmatched_exclusions
 from triptych.testing.faulty import FAULTS, planted
 from triptych.testing.memory import filled, guarded
+from triptych.testing.running import assert_right
 
 CASE = Case("rms_norm", "columns_33", torch.float32, "cpu")
 CPU = torch.device("cpu")
@@ -138,6 +140,57 @@ def test_within_rejects(output: float, reference: float, bound: float) -> None:
         _within(output, reference, bound)
 
 
+@pytest.mark.parametrize(
+    ("output", "reference", "bound", "right"),
+    [
+        (5, 5, 0.0, True),
+        (6, 5, 0.0, False),
+        (6, 5, 1.0, True),
+        (2**53 + 1, 2**53, 0.0, False),
+        (2**62 + 1, 2**62, 0.0, False),
+        (2**63 - 1, -(2**63), 1e18, False),
+        (-(2**63), -(2**63), 0.0, True),
+    ],
+)
+def test_integers_are_compared_as_integers(output: int, reference: int, bound: float, right: bool) -> None:
+    tensors = (torch.tensor([output]),), (torch.tensor([reference]),), (torch.tensor([bound], dtype=torch.float64),)
+    if right:
+        assert_within(["count"], *tensors)
+    else:
+        with pytest.raises(AssertionError, match="1 of 1 elements lie outside the bound"):
+            assert_within(["count"], *tensors)
+
+
+def test_bits_are_compared_with_a_reference_of_another_dtype_without_wrapping_around() -> None:
+    bits, bound = torch.tensor([0], dtype=torch.uint8), torch.zeros(1, dtype=torch.float64)
+    for reference in (torch.tensor([256]), torch.tensor([256.0]), torch.tensor([float("nan")])):
+        with pytest.raises(AssertionError, match="outside the bound"):
+            assert_within(["bits"], (bits,), (reference,), (bound,))
+    assert_within(["bits"], (bits,), (torch.tensor([0.0]),), (bound,))
+
+
+def test_nan_is_right_only_where_a_case_makes_it_right() -> None:
+    nan, one = torch.tensor([float("nan")], dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    for name in ("nan", "no_rows"):  # inputs that hold one; a sample that says so
+        case = Case("tile_std", name, torch.float32, "cpu")
+        assert_right(case, ["std"], (nan,), (nan,), (one,))
+        for output, reference in ((nan, one), (one, nan)):
+            with pytest.raises(AssertionError, match="outside the bound"):
+                assert_right(case, ["std"], (output,), (reference,), (one,))
+    with pytest.raises(AssertionError, match=r"Sample\.nan says where NaN is right"):
+        assert_right(CASE, ["y"], (nan,), (nan,), (one,))
+
+
+def test_no_reference_is_nan_where_no_case_makes_it_right() -> None:
+    """A reference that broke would otherwise be met by every implementation that broke with it."""
+    for op in registry.ops.names():
+        for name, sample in grid.samples(op).items():
+            case = Case(op, name, torch.bfloat16, "cpu")
+            found = any(bool(each.isnan().any()) for each in case.spec.forward.reference(*case.arguments()))
+            assert not sample.nan or found, f"{case.id}: nothing is NaN; take nan=True away"
+            assert not found or case.agree is agreement_or_both_nan, f"{case.id}: the reference is NaN somewhere"
+
+
 def test_same_bits_tells_zeros_and_nans_apart() -> None:
     assert_same_bits(["y"], [torch.tensor([float("nan")])], [torch.tensor([float("nan")])], "two NaNs of the same bits")
     with pytest.raises(AssertionError, match="two zeros"):
@@ -201,6 +254,17 @@ def test_guarded_copies_keep_values_strides_and_alignment(dtype: torch.dtype) ->
         assert copy.memory[-4096:].unique().tolist() == [0xC1]
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bfloat16])
+def test_layouts_hold_integers_and_single_elements(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for values in (torch.arange(24).to(dtype).view(2, 3, 4), torch.tensor([7]).to(dtype), torch.empty(0, dtype=dtype)):
+        for layout in layouts.SAME_VALUES:
+            found = layout(values)
+            assert torch.equal(found, values), layout.__name__
+            assert found.dtype is dtype
+        assert torch.equal(layouts.drawn(values, generator), values)
+
+
 # --- the grid ---------------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +275,7 @@ def test_a_case_has_the_same_values_whenever_it_is_made() -> None:
             for one, other in zip(case.tensors(), again.tensors(), strict=True):
                 assert (one is None) == (other is None)
                 if one is not None and other is not None:
-                    assert torch.equal(one, other)
+                    assert_same_bits([case.id], [one], [other], "made twice")
                     assert one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr() or not one.numel()
 
 
@@ -222,6 +286,47 @@ def test_case_ids_are_unique_and_a_thin_grid_is_part_of_the_full_one() -> None:
         assert len(set(full)) == len(full)
         assert len(set(thin)) == len(thin)
         assert set(thin) < set(full)
+
+
+def test_checks_of_gradients_leave_out_ops_that_have_none() -> None:
+    subject = Subject("composite")
+    without = [op for op in registry.ops.names() if registry.ops.get(op).backward is None]
+    assert without
+    for name, of_gradients in (("backward_values", True), ("gradcheck", True), ("outputs_carry_no_gradient", False)):
+        for op in registry.ops.names():
+            found = list(CHECKS[name].cases(subject, op, "cpu"))
+            assert bool(found) == (of_gradients != (op in without)), (name, op)
+
+
+def _smooth(monkeypatch: pytest.MonkeyPatch, **smooth: tuple[str, ...] | None) -> tuple[list[str], str]:
+    """The samples of rms_norm that gradcheck runs, when these name their smooth inputs, and how the first one ends."""
+    known = {name: dataclasses.replace(grid.samples("rms_norm")[name], smooth=()) for name in grid.samples("rms_norm")}
+    changed = {**known, **{name: dataclasses.replace(known[name], smooth=value) for name, value in smooth.items()}}
+    monkeypatch.setattr(grid, "samples", lambda op: changed)
+    cases = list(CHECKS["gradcheck"].cases(Subject("composite"), "rms_norm", "cpu"))
+    return [case.sample for case in cases], execute(Subject("composite"), CHECKS["gradcheck"], cases[0]).verdict
+
+
+def test_gradcheck_differentiates_what_is_smooth(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = grid.stand_in("rms_norm")
+    assert _smooth(monkeypatch, **{stand_in: None}) == ([stand_in], PASSED)
+    assert _smooth(monkeypatch, columns_7=("weight",)) == (["columns_7"], PASSED)
+    assert _smooth(monkeypatch, columns_7=("x",), columns_8=("x", "weight"))[0] == ["columns_7", "columns_8"]
+    assert _smooth(monkeypatch) == ([stand_in], SKIPPED)
+
+
+def test_gradcheck_leaves_out_what_is_not_smooth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of x is spoiled: only where x is named does the check see it."""
+    _smooth(monkeypatch, columns_7=("weight",), columns_8=("x",))
+    fault = dataclasses.replace(
+        FAULTS["gradients_off_in_float64"],
+        run=lambda healthy, *args: tuple(
+            out * (1.01 if i == 0 and healthy.backward else 1) for i, out in enumerate(healthy(*args))
+        ),
+    )
+    with planted(fault) as subject:
+        cases = [Case("rms_norm", name, torch.float64, "cpu") for name in ("columns_7", "columns_8")]
+        assert [execute(subject, CHECKS["gradcheck"], case).verdict for case in cases] == [PASSED, FAILED]
 
 
 def test_every_check_says_what_it_asserts() -> None:

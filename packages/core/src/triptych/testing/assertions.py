@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,23 +10,34 @@ from triptych.call import contiguous_stride, dtype_name
 from triptych.compare import agreement
 from triptych.opspec import Tensors
 
+Agreement = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Elementwise, whether an output agrees with its reference within a bound: a function of `triptych.compare`."""
 
-def assert_within(names: Sequence[str], outputs: Tensors, references: Tensors, bounds: Tensors, what: str = "") -> None:
-    """Assert that every output lies within its bound of its reference, elementwise: `triptych.compare.agreement`."""
+
+def assert_within(
+    names: Sequence[str],
+    outputs: Tensors,
+    references: Tensors,
+    bounds: Tensors,
+    what: str = "",
+    agree: Agreement = agreement,
+) -> None:
+    """Assert that every output lies within its bound of its reference, elementwise."""
     assert len(outputs) == len(names), f"{what}{len(outputs)} outputs; the op has {len(names)}"
     for name, output, reference, bound in zip(names, outputs, references, bounds, strict=True):
         assert output.shape == reference.shape, (
             f"{what}{name} has shape {list(output.shape)}; expected {list(reference.shape)}"
         )
-        passed = agreement(output, reference, bound)
+        passed = agree(output, reference, bound)
         if bool(passed.all()):
             continue
         index = tuple(int(i) for i in (~passed).nonzero()[0])
         error = (output[index].double() - reference[index].double()).abs()
+        hint = "; Sample.nan says where NaN is right" if bool(output[index].isnan() & reference[index].isnan()) else ""
         raise AssertionError(
             f"{what}{name}: {int((~passed).sum())} of {passed.numel()} elements lie outside the bound; the first, "
             f"at {list(index)}: {output[index].item()!r}, reference {reference[index].item()!r}, "
-            f"error {error.item():.3g}, bound {bound[index].item():.3g}"
+            f"error {error.item():.3g}, bound {bound[index].item():.3g}{hint}"
         )
 
 

@@ -61,6 +61,6 @@ def parameters(subject: Subject, check: Check) -> list[Any]:
             found += [pytest.param(case, id=case.id, marks=marks) for case in check.cases(subject, op, device_type)]
     if not found:
         wanted = ", ".join(subject.device_types) or "any device of this machine"
-        why = f"{subject.backend} has nothing to test here: no op for {wanted}"
+        why = f"{subject.backend} has nothing to test here: no op that {check.name} is about, for {wanted}"
         found.append(pytest.param(None, id="nothing", marks=pytest.mark.skip(reason=why)))
     return found

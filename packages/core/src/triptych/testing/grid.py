@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -12,9 +12,11 @@ import torch
 
 from triptych import dispatch, registry
 from triptych.call import dtype_name
+from triptych.compare import agreement, agreement_or_both_nan, all_finite
 from triptych.dispatch import Op
 from triptych.layout import clone_exactly
 from triptych.opspec import OpSpec, Sample
+from triptych.testing.assertions import Agreement
 from triptych.testing.subject import Subject
 
 FLOOR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,6 +54,21 @@ class Case:
     def floor(self) -> bool:
         """Whether no backend may refuse it."""
         return self._sample.floor and self.dtype in FLOOR_DTYPES
+
+    @property
+    def smooth(self) -> tuple[str, ...]:
+        """The forward inputs, of those present, whose gradient is the derivative of forward."""
+        made = _made(replace(self, device_type="cpu"))  # the grid is laid out where there is no other device too
+        tensors = dict(zip(self.spec.forward.tensor_names, made, strict=True))
+        named = self._sample.smooth
+        known = [name for names in self.spec.gradients for name in names if tensors[name] is not None]
+        return tuple(name for name in known if named is None or name in named)
+
+    @property
+    def agree(self) -> Agreement:
+        """How results are compared: NaN is right only where inputs are not finite, or the sample says so."""
+        expects_nan = self._sample.nan or not all_finite(_made(self))
+        return agreement_or_both_nan if expects_nan else agreement
 
     @property
     def _sample(self) -> Sample:
@@ -111,7 +128,9 @@ def _looks(op: str, name: str) -> _Looks:
         for tensor, half in zip(tensors, halves, strict=True)
     )
     present = [tensor for tensor in tensors if tensor is not None]
-    plain = len(present) == len(tensors) and all(each.is_contiguous() and each.numel() > 1 for each in present)
+    plain = len(present) == len(tensors) and all(
+        each.is_contiguous() and (each.numel() > 1 or not each.is_floating_point()) for each in present
+    )  # a seed is one number
     return _Looks(
         (trait, samples(op)[name].scalars), plain, present[0].dim(), sum(tensor.numel() for tensor in present)
     )
@@ -153,7 +172,9 @@ def same_but_size(op: str) -> tuple[str, ...]:
         if not _looks(op, name).plain or _looks(op, name).numel > 100_000:
             continue
         tensors = Case(op, name, torch.float32, "cpu").tensors()
-        if all(size > 1 for tensor in tensors if tensor is not None for size in tensor.shape):
+        if all(
+            size > 1 for tensor in tensors if tensor is not None and tensor.is_floating_point() for size in tensor.shape
+        ):
             groups.setdefault(_looks(op, name).trait, []).append(name)
     group = max(groups.values(), key=len, default=[])
 
@@ -164,6 +185,20 @@ def same_but_size(op: str) -> tuple[str, ...]:
 
     ends = (max(group, key=lambda name: size(name, 0)), max(group, key=lambda name: size(name, -1))) if group else ()
     return tuple(dict.fromkeys((*group[:1], *ends)))
+
+
+def differentiable(cases: Cases) -> Cases:
+    """The same cases, of ops that have a backward."""
+    return lambda subject, op, device_type: (
+        cases(subject, op, device_type) if registry.ops.get(op).backward is not None else iter(())
+    )
+
+
+def not_differentiable(cases: Cases) -> Cases:
+    """The same cases, of ops that have no backward."""
+    return lambda subject, op, device_type: (
+        cases(subject, op, device_type) if registry.ops.get(op).backward is None else iter(())
+    )
 
 
 def full(subject: Subject, op: str, device_type: str) -> Iterator[Case]:
@@ -191,9 +226,11 @@ def one(subject: Subject, op: str, device_type: str) -> Iterator[Case]:
     yield Case(op, stand_in(op), torch.float32, device_type)
 
 
-def one_in_float64(subject: Subject, op: str, device_type: str) -> Iterator[Case]:
-    """The stand-in in float64."""
-    yield Case(op, stand_in(op), torch.float64, device_type)
+def smooth_in_float64(subject: Subject, op: str, device_type: str) -> Iterator[Case]:
+    """The stand-in and every sample that names smooth inputs, if they have any; the stand-in, if there is no other."""
+    named = [name for name, sample in samples(op).items() if sample.smooth or name == stand_in(op)]
+    cases = [Case(op, name, torch.float64, device_type) for name in named]
+    yield from [case for case in cases if case.smooth] or [Case(op, stand_in(op), torch.float64, device_type)]
 
 
 def one_in_bfloat16(subject: Subject, op: str, device_type: str) -> Iterator[Case]:

@@ -25,9 +25,14 @@ def permuted(values: torch.Tensor) -> torch.Tensor:
     return values.transpose(0, 1).contiguous().transpose(0, 1) if values.dim() > 1 else values
 
 
+def _around(values: torch.Tensor) -> float:
+    """What fills the gaps: NaN, or the largest integer."""
+    return float("nan") if values.is_floating_point() else torch.iinfo(values.dtype).max
+
+
 def narrowed_columns(values: torch.Tensor) -> torch.Tensor:
     """A slice of longer rows, as backward of a concatenation of columns hands out (M3)."""
-    wide = values.new_full((*values.shape[:-1], values.shape[-1] + 5), float("nan"))
+    wide = values.new_full((*values.shape[:-1], values.shape[-1] + 5), _around(values))
     wide[..., 2:-3] = values
     return wide[..., 2:-3]
 
@@ -36,21 +41,21 @@ def narrowed_rows(values: torch.Tensor) -> torch.Tensor:
     """A slice along the second to last dimension: leading dimensions do not collapse."""
     if values.dim() < 2:
         return values
-    tall = values.new_full((*values.shape[:-2], values.shape[-2] + 2, values.shape[-1]), float("nan"))
+    tall = values.new_full((*values.shape[:-2], values.shape[-2] + 2, values.shape[-1]), _around(values))
     tall[..., 1:-1, :] = values
     return tall[..., 1:-1, :]
 
 
 def offset(values: torch.Tensor) -> torch.Tensor:
     """One element into its storage: not aligned to 16 bytes."""
-    flat = values.new_full((values.numel() + 1,), float("nan"))
+    flat = values.new_full((values.numel() + 1,), _around(values))
     flat[1:] = values.reshape(-1)
     return flat[1:].view(values.shape)
 
 
 def every_other(values: torch.Tensor) -> torch.Tensor:
     """Last stride 2."""
-    wide = values.new_full((*values.shape[:-1], 2 * values.shape[-1]), float("nan"))
+    wide = values.new_full((*values.shape[:-1], 2 * values.shape[-1]), _around(values))
     wide[..., ::2] = values
     return wide[..., ::2]
 
@@ -96,5 +101,5 @@ def drawn(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         strides[dim] = step
         step = step * values.shape[dim] + int(torch.randint(0, 4, (), generator=generator))
     start = int(torch.randint(0, 9, (), generator=generator))
-    copy = values.new_full((start + step,), float("nan")).as_strided(values.shape, strides, start)
+    copy = values.new_full((start + step,), _around(values)).as_strided(values.shape, strides, start)
     return copy.copy_(values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import triptych
 from triptych import operator, scope
 from triptych.call import BACKWARD, FORWARD
 from triptych.opspec import Tensors
+from triptych.testing.assertions import assert_within
 from triptych.testing.grid import Case
 from triptych.testing.subject import Subject
 
@@ -64,6 +65,13 @@ def run_phase(backend: str, case: Case, phase: str, args: tuple[Any, ...]) -> Te
     """One phase through the operator `torch.ops.triptych.<op>`, on `backend`; all its outputs."""
     with under(backend), ran({(case.op, phase, backend): 1}):
         return operator.run(case.spec, phase, args, "")
+
+
+def assert_right(
+    case: Case, names: Sequence[str], outputs: Tensors, references: Tensors, bounds: Tensors, what: str = ""
+) -> None:
+    """Assert that results of a case lie within their bounds, and are NaN where the case makes that right."""
+    assert_within(names, outputs, references, bounds, what, case.agree)
 
 
 def forward(subject: Subject, case: Case, args: tuple[Any, ...]) -> Tensors:
@@ -121,6 +129,6 @@ def needs_backward(subject: Subject, case: Case) -> None:
     needs_phases(subject, case, BACKWARD)
 
 
-def needs_both(subject: Subject, case: Case) -> None:
-    """Skip unless the subject implements forward and backward."""
-    needs_phases(subject, case, FORWARD, BACKWARD)
+def needs_every_phase(subject: Subject, case: Case) -> None:
+    """Skip unless the subject implements forward and, where the op has one, backward."""
+    needs_phases(subject, case, *case.spec.phases)

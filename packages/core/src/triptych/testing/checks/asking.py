@@ -86,8 +86,10 @@ def _broken(spec: OpSpec, good: tuple[Any, ...]) -> Iterator[tuple[str, tuple[An
 
     names = spec.forward.tensor_names
     for i, name in enumerate(names):
-        tensor: torch.Tensor = good[i]
+        tensor: torch.Tensor | None = good[i]
         yield f"{name} as text", with_argument(i, "text")
+        if tensor is None:
+            continue
         yield f"no {name}", with_argument(i, None)
         yield f"{name} of integers", with_argument(i, tensor.to(torch.int64))
         yield f"{name} in float64 alone", with_argument(i, tensor.double())
@@ -98,5 +100,8 @@ def _broken(spec: OpSpec, good: tuple[Any, ...]) -> Iterator[tuple[str, tuple[An
         if kind is float:
             for value in (float("nan"), float("inf"), -1.0):
                 yield f"{name} = {value}", with_argument(i, value)
+        if kind is int:
+            for number in (0, -1, -2, 2**40):
+                yield f"{name} = {number}", with_argument(i, number)
         if kind is str:
             yield f"{name} = 'no such value'", with_argument(i, "no such value")

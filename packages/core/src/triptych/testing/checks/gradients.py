@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.gradcheck import GradcheckError
 
-from triptych.call import BACKWARD, FORWARD
+from triptych.call import BACKWARD
 from triptych.opspec import Tensors
 from triptych.testing import grid
-from triptych.testing.assertions import assert_same_bits, assert_within
+from triptych.testing.assertions import assert_same_bits
 from triptych.testing.checks.catalogue import check
 from triptych.testing.grid import Case
-from triptych.testing.running import forward, gradients_of_outputs, needs_both, ran, ran_only, run_phase, under
+from triptych.testing.running import (
+    Skip,
+    assert_right,
+    forward,
+    gradients_of_outputs,
+    needs_every_phase,
+    ran,
+    ran_only,
+    run_phase,
+    under,
+)
 from triptych.testing.subject import Subject
 
 
 def as_tuple(outputs: Any) -> Tensors:
     """What an op returned, as a tuple also where it is one tensor."""
     return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def differentiable_outputs(case: Case, outputs: Any) -> Tensors:
+    """Those of what the op returned that carry gradients: the first ones."""
+    return as_tuple(outputs)[: len(case.spec.differentiable)]
 
 
 def leaves_of(case: Case, wanted: Sequence[str]) -> tuple[torch.Tensor | None, ...]:
@@ -56,14 +71,14 @@ def expected_gradients(
 
 
 def both_phases(subject: Subject, case: Case) -> dict[tuple[str, str, str], int]:
-    """What one forward and backward on the subject count."""
-    return {(case.op, FORWARD, subject.backend): 1, (case.op, BACKWARD, subject.backend): 1}
+    """What one forward and backward on the subject count; forward alone, where the op has no backward."""
+    return {(case.op, phase, subject.backend): 1 for phase in case.spec.phases}
 
 
-@check(grid.full)
+@check(grid.differentiable(grid.full))
 def autograd_runs_the_phases(subject: Subject, case: Case) -> None:
     """Outputs and gradients through autograd are, bit for bit, those of the two phases called alone."""
-    needs_both(subject, case)
+    needs_every_phase(subject, case)
     names = differentiable_inputs(case)
     args = case.arguments()
     outputs = forward(subject, case, args)
@@ -74,17 +89,17 @@ def autograd_runs_the_phases(subject: Subject, case: Case) -> None:
     leaves = leaves_of(case, names)
     inputs = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     with under(subject.backend), ran(both_phases(subject, case)):
-        results = as_tuple(case.live.call("", *leaves, *case.scalars))
+        results = differentiable_outputs(case, case.live.call("", *leaves, *case.scalars))
         found = torch.autograd.grad(results, inputs, grads)
     what = "through autograd and alone"
     assert_same_bits(case.spec.differentiable, results, outputs[: len(results)], what)
     assert_same_bits([f"gradient of {name}" for name in names], found, by_input(case, alone, names), what)
 
 
-@check(grid.layouts)
+@check(grid.differentiable(grid.layouts))
 def autograd_layouts(subject: Subject, case: Case) -> None:
     """Gradients are right behind a sum (stride 0, M2), a concatenation (narrowed, M3) and a transpose."""
-    needs_both(subject, case)
+    needs_every_phase(subject, case)
     names = differentiable_inputs(case)
     outputs = forward(subject, case, case.arguments())
     given = gradients_of_outputs(case, outputs)
@@ -92,7 +107,7 @@ def autograd_layouts(subject: Subject, case: Case) -> None:
         leaves = leaves_of(case, names)
         inputs = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         with under(subject.backend), ran(both_phases(subject, case)):
-            results = as_tuple(case.live.call("", *leaves, *case.scalars))
+            results = differentiable_outputs(case, case.live.call("", *leaves, *case.scalars))
             if what == "sum":
                 grads = tuple(torch.ones_like(grad) for grad in given)
                 found = torch.autograd.grad([result.sum() for result in results], inputs)
@@ -105,13 +120,13 @@ def autograd_layouts(subject: Subject, case: Case) -> None:
                 turned = [result.transpose(0, -1) for result in results]
                 found = torch.autograd.grad(turned, inputs, [grad.transpose(0, -1).contiguous() for grad in grads])
         reference, bound = expected_gradients(case, grads, outputs, names)
-        assert_within([f"gradient of {name}" for name in names], found, reference, bound, f"behind a {what}: ")
+        assert_right(case, [f"gradient of {name}" for name in names], found, reference, bound, f"behind a {what}: ")
 
 
-@check(grid.one_a_dtype)
+@check(grid.differentiable(grid.one_a_dtype))
 def autograd_subsets(subject: Subject, case: Case) -> None:
     """Any subset of inputs may require gradients and any subset of outputs may take part in the loss."""
-    needs_both(subject, case)
+    needs_every_phase(subject, case)
     outputs = forward(subject, case, case.arguments())
     grads = gradients_of_outputs(case, outputs)
     every = differentiable_inputs(case)
@@ -121,22 +136,24 @@ def autograd_subsets(subject: Subject, case: Case) -> None:
             leaves = leaves_of(case, names)
             inputs = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
             with under(subject.backend), ran(both_phases(subject, case)):
-                results = as_tuple(case.live.call("", *leaves, *case.scalars))
+                results = differentiable_outputs(case, case.live.call("", *leaves, *case.scalars))
                 found = torch.autograd.grad([results[i] for i in kept], inputs, [grads[i] for i in kept])
             given = [grad if i in kept else torch.zeros_like(grad) for i, grad in enumerate(grads)]
             reference, bound = expected_gradients(case, given, outputs, names)
             what = f"gradients of {', '.join(names)} from {', '.join(case.spec.differentiable[i] for i in kept)}: "
-            assert_within([f"gradient of {name}" for name in names], found, reference, bound, what)
+            assert_right(case, [f"gradient of {name}" for name in names], found, reference, bound, what)
 
 
-@check(grid.one_in_float64)
+@check(grid.differentiable(grid.smooth_in_float64))
 def gradcheck(subject: Subject, case: Case) -> None:
-    """In float64, gradients agree with finite differences of forward."""
-    needs_both(subject, case)
-    leaves = leaves_of(case, differentiable_inputs(case))
+    """In float64, the gradients of smooth inputs agree with finite differences of forward."""
+    needs_every_phase(subject, case)
+    if not case.smooth:
+        raise Skip(f"no sample of {case.op} is smooth: its gradients are no derivatives anywhere")
+    leaves = leaves_of(case, case.smooth)
 
     def function(*tensors: torch.Tensor | None) -> Tensors:
-        return as_tuple(case.live.call("", *tensors, *case.scalars))
+        return differentiable_outputs(case, case.live.call("", *tensors, *case.scalars))
 
     before = torch.random.get_rng_state()
     torch.manual_seed(0)  # gradcheck's fast mode draws the directions it differentiates in
@@ -149,19 +166,34 @@ def gradcheck(subject: Subject, case: Case) -> None:
         torch.random.set_rng_state(before)
 
 
-@check(grid.one)
+@check(grid.not_differentiable(grid.one))
+def outputs_carry_no_gradient(subject: Subject, case: Case) -> None:
+    """The outputs of an op without backward require no gradient, although every floating input does."""
+    needs_every_phase(subject, case)
+    present = zip(case.spec.forward.tensor_names, case.tensors(), strict=True)
+    floating = [name for name, tensor in present if tensor is not None and tensor.is_floating_point()]
+    for what, call in _paths(case).items():
+        leaves = leaves_of(case, floating)
+        with under(subject.backend), ran(both_phases(subject, case)):
+            results = as_tuple(call("", *leaves, *case.scalars))
+        for name, result in zip(case.spec.forward.outputs, results, strict=False):
+            assert not result.requires_grad, f"{what}: {name} requires a gradient, and {case.op} has no backward"
+
+
+def _paths(case: Case) -> dict[str, Callable[..., Any]]:
+    """The ways into an op, by name."""
+    return {"eager": case.live.call, "the operator": case.live.through_operator}
+
+
+@check(grid.differentiable(grid.one))
 def second_derivative(subject: Subject, case: Case) -> None:
     """Differentiating twice raises NotImplementedError, which names the op; it never gives silent zeros."""
-    needs_both(subject, case)
-    paths = {
-        "eager": case.live.call,
-        "the operator": lambda layer, *args: case.live.through_operator(layer, *args),
-    }
-    for what, call in paths.items():
+    needs_every_phase(subject, case)
+    for what, call in _paths(case).items():
         leaves = leaves_of(case, differentiable_inputs(case))
         inputs = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         with under(subject.backend), ran(both_phases(subject, case)):
-            results = as_tuple(call("", *leaves, *case.scalars))
+            results = differentiable_outputs(case, call("", *leaves, *case.scalars))
             first = torch.autograd.grad([result.pow(2).sum() for result in results], inputs, create_graph=True)
             try:
                 torch.autograd.grad([grad.pow(2).sum() for grad in first], inputs)

@@ -11,7 +11,7 @@ from triptych.testing import grid
 from triptych.testing.checks.catalogue import check
 from triptych.testing.checks.gradients import differentiable_inputs, leaves_of
 from triptych.testing.grid import Case
-from triptych.testing.running import backward_arguments, needs_both, ran_only, under
+from triptych.testing.running import backward_arguments, needs_every_phase, ran_only, under
 from triptych.testing.subject import Subject
 
 
@@ -24,12 +24,12 @@ def _opcheck(subject: Subject, case: Case, phase: str, args: tuple[Any, ...]) ->
 @check(grid.operator_cases)
 def opcheck_forward(subject: Subject, case: Case) -> None:
     """torch.library.opcheck passes on forward: schema, fake, autograd registration, AOT dispatch."""
-    needs_both(subject, case)
+    needs_every_phase(subject, case)
     _opcheck(subject, case, FORWARD, (*leaves_of(case, differentiable_inputs(case)), *case.scalars))
 
 
-@check(grid.operator_cases)
+@check(grid.differentiable(grid.operator_cases))
 def opcheck_backward(subject: Subject, case: Case) -> None:
     """torch.library.opcheck passes on backward."""
-    needs_both(subject, case)
+    needs_every_phase(subject, case)
     _opcheck(subject, case, BACKWARD, backward_arguments(subject, case))

@@ -8,11 +8,12 @@ import torch
 
 from triptych.call import BACKWARD, FORWARD
 from triptych.testing import grid, layouts
-from triptych.testing.assertions import assert_declared, assert_within
+from triptych.testing.assertions import assert_declared
 from triptych.testing.checks.catalogue import check
 from triptych.testing.grid import Case
 from triptych.testing.running import (
     arguments_of,
+    assert_right,
     backward_arguments,
     forward,
     gradients_of_outputs,
@@ -28,7 +29,7 @@ def assert_phase(subject: Subject, case: Case, phase: str, args: tuple[object, .
     """Run one phase and compare its outputs with the reference of the same arguments."""
     signature = case.spec.phase(phase)
     outputs = run_phase(subject.backend, case, phase, args)
-    assert_within(signature.outputs, outputs, signature.reference(*args), signature.bound(*args), what)
+    assert_right(case, signature.outputs, outputs, signature.reference(*args), signature.bound(*args), what)
 
 
 @check(grid.full)
@@ -48,14 +49,14 @@ def forward_values(subject: Subject, case: Case) -> None:
     assert_phase(subject, case, FORWARD, case.arguments())
 
 
-@check(grid.full)
+@check(grid.differentiable(grid.full))
 def backward_values(subject: Subject, case: Case) -> None:
     """Gradients lie within the bound of the reference, computed from the same saved tensors (S2)."""
     needs_backward(subject, case)
     assert_phase(subject, case, BACKWARD, backward_arguments(subject, case))
 
 
-@check(grid.layouts)
+@check(grid.differentiable(grid.layouts))
 def gradient_layouts(subject: Subject, case: Case) -> None:
     """Gradients may arrive in any layout: stride 0 (M2), narrowed (M3), transposed, permuted, offset."""
     needs_backward(subject, case)
@@ -68,7 +69,7 @@ def gradient_layouts(subject: Subject, case: Case) -> None:
     for layout in layouts.SAME_VALUES:
         arrived = tuple(layout(grad) for grad in grads)
         outputs = run_phase(subject.backend, case, BACKWARD, (*arrived, *rest))
-        assert_within(signature.outputs, outputs, reference, bound, f"{layout.__name__} gradients: ")
+        assert_right(case, signature.outputs, outputs, reference, bound, f"{layout.__name__} gradients: ")
     for layout in layouts.REPEATED_VALUES:
         arrived = tuple(layout(grad) for grad in grads)
         assert_phase(subject, case, BACKWARD, (*arrived, *rest), f"{layout.__name__} gradients: ")
@@ -76,7 +77,7 @@ def gradient_layouts(subject: Subject, case: Case) -> None:
         chosen = (layouts.transposed, layouts.narrowed_columns, layouts.offset)
         arrived = tuple(layout(grad) for layout, grad in zip(itertools.cycle(chosen), grads, strict=False))
         outputs = run_phase(subject.backend, case, BACKWARD, (*arrived, *rest))
-        assert_within(signature.outputs, outputs, reference, bound, "gradients of different layouts: ")
+        assert_right(case, signature.outputs, outputs, reference, bound, "gradients of different layouts: ")
 
 
 @check(grid.one_a_dtype)
@@ -93,7 +94,7 @@ def drawn_layouts(subject: Subject, case: Case) -> None:
             assert_phase(subject, case, phase, laid_out, f"{phase}, layout {number}, strides {described}: ")
 
 
-@check(grid.one_a_dtype)
+@check(grid.differentiable(grid.one_a_dtype))
 def wanted_gradients(subject: Subject, case: Case) -> None:
     """Each combination of wanted gradients gives those, and shape [0] for the others."""
     needs_backward(subject, case)
@@ -107,10 +108,10 @@ def wanted_gradients(subject: Subject, case: Case) -> None:
         results = run_phase(subject.backend, case, BACKWARD, asked)
         what = f"wanted {dict(zip(signature.outputs, needs, strict=True))}: "
         assert_declared(signature.outputs, results, signature.fake(*asked), what)
-        assert_within(signature.outputs, results, signature.reference(*asked), signature.bound(*asked), what)
+        assert_right(case, signature.outputs, results, signature.reference(*asked), signature.bound(*asked), what)
 
 
-@check(grid.one_a_dtype)
+@check(grid.differentiable(grid.one_a_dtype))
 def absent_gradients(subject: Subject, case: Case) -> None:
     """A gradient that may be absent is None where its output took no part in the loss; it then counts as zero."""
     needs_backward(subject, case)

@@ -157,6 +157,16 @@ def planted(fault: Fault, device_type: str = "cpu") -> Iterator[Subject]:
 # --- what faults are made of ------------------------------------------------------------------------------------------
 
 
+def scaled(outputs: Tensors, factor: float) -> Tensors:
+    """Outputs times a factor; counts and bits as they are."""
+    return tuple(output * factor if output.is_floating_point() else output for output in outputs)
+
+
+def with_integers(outputs: Tensors, change: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
+    """Outputs with `change` applied to those that hold integers."""
+    return tuple(output if output.is_floating_point() else change(output) for output in outputs)
+
+
 def replaced(
     args: tuple[Any, ...], places: Sequence[int], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[Any, ...]:

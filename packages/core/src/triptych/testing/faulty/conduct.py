@@ -40,6 +40,16 @@ def strided_gradients_raise(healthy: Healthy, *args: Any) -> Tensors:
     return healthy(*args)
 
 
+@fault("outputs_carry_no_gradient")
+def leaves_a_graph_behind(healthy: Healthy, *args: Any) -> Tensors:
+    """Outputs hang on a graph of PyTorch's own, which keeps the inputs alive."""
+    with torch.enable_grad():
+        return tuple(
+            output + torch.zeros_like(output, requires_grad=True) if output.is_floating_point() else output
+            for output in healthy(*args)
+        )
+
+
 @fault_of_refusal("refusals", "forward_values", case="W3")
 def floor_refused(call: Call) -> list[str]:
     """Rows of more than 60000 columns are refused, which belong to the floor."""

@@ -18,6 +18,8 @@ from triptych.testing.faulty.catalogue import (
     read_at,
     read_with,
     replaced,
+    scaled,
+    with_integers,
 )
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -137,7 +139,7 @@ def no_rows_crash(healthy: Healthy, *args: Any) -> Tensors:
 def one_lane_nan(healthy: Healthy, *args: Any) -> Tensors:
     """One element is NaN."""
     outputs = healthy(*args)
-    if outputs[0].numel() > 7:
+    if outputs[0].numel() > 7 and outputs[0].is_floating_point():
         outputs[0].view(-1)[7] = float("nan")
     return outputs
 
@@ -161,7 +163,7 @@ def one_percent_off(healthy: Healthy, *args: Any) -> Tensors:
     """Everything in backward, and what backward alone sees of forward, is 1 % too large."""
     kept = len(healthy.spec.differentiable) if healthy.forward else 0
     outputs = healthy(*args)
-    return (*outputs[:kept], *(output * 1.01 for output in outputs[kept:]))
+    return (*outputs[:kept], *scaled(outputs[kept:], 1.01))
 
 
 # --- precision --------------------------------------------------------------------------------------------------------
@@ -180,7 +182,11 @@ def master_weight_rounded(healthy: Healthy, *args: Any) -> Tensors:
     """A float32 tensor beside 16-bit ones is rounded to their dtype before use."""
     first = args[0].dtype
     half = first in HALVES and healthy.forward
-    return healthy(*replaced(args, healthy.inputs if half else [], lambda tensor: tensor.to(first).to(tensor.dtype)))
+
+    def rounded(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(first).to(tensor.dtype) if tensor.is_floating_point() else tensor
+
+    return healthy(*replaced(args, healthy.inputs if half else [], rounded))
 
 
 @fault("forward_values")
@@ -245,7 +251,9 @@ def last_row_left_out_of_sums(healthy: Healthy, *args: Any) -> Tensors:
 # --- forgotten arguments ----------------------------------------------------------------------------------------------
 
 
-def _ignores(scalar: str) -> None:
+def ignoring(scalar: str) -> Fault:
+    """The fault of a backend that ignores one scalar of forward, in either phase."""
+
     def run(healthy: Healthy, *args: Any) -> Tensors:
         names = healthy.spec.phase(healthy.phase).scalar_names
         if scalar not in names:
@@ -256,11 +264,11 @@ def _ignores(scalar: str) -> None:
         return healthy(*args[:place], usual, *args[place + 1 :])
 
     run.__doc__ = f"{scalar} is ignored: the usual value is used."
-    FAULTS[f"{scalar}_ignored"] = Fault(f"{scalar}_ignored", "", ("forward_values",), run, _no_reasons)
+    return Fault(f"{scalar}_ignored", "", ("forward_values",), run, _no_reasons)
 
 
 for _scalar in ("eps", "offset", "rounding"):
-    _ignores(_scalar)
+    FAULTS[f"{_scalar}_ignored"] = ignoring(_scalar)
 
 
 @fault("absent_gradients", "autograd_subsets")
@@ -288,7 +296,7 @@ def only_gradient_wrong(healthy: Healthy, *args: Any) -> Tensors:
     outputs = healthy(*args)
     count = len(healthy.spec.gradients)
     alone = healthy.backward and count > 1 and sum(args[-count:]) == 1
-    return tuple(output * 2 for output in outputs) if alone else outputs
+    return scaled(outputs, 2) if alone else outputs
 
 
 @fault("gradcheck", "backward_values")
@@ -296,7 +304,7 @@ def gradients_off_in_float64(healthy: Healthy, *args: Any) -> Tensors:
     """In float64 gradients are 1 % too large."""
     outputs = healthy(*args)
     wide = healthy.backward and args[0].dtype is torch.float64
-    return tuple(output * 1.01 for output in outputs) if wide else outputs
+    return scaled(outputs, 1.01) if wide else outputs
 
 
 @fault("forward_values", "mixed_backends", case="W5")
@@ -306,6 +314,40 @@ def saved_tensor_in_own_units(healthy: Healthy, *args: Any) -> Tensors:
     private = [name for name in saved if name not in healthy.spec.differentiable]
     if healthy.forward:
         named = zip(healthy.spec.forward.outputs, healthy(*args), strict=True)
-        return tuple(output * 2 if name in private else output for name, output in named)
+        return tuple(scaled((output,), 2)[0] if name in private else output for name, output in named)
     names = healthy.spec.phase(healthy.phase).tensor_names
-    return healthy(*replaced(args, [names.index(name) for name in private], lambda tensor: tensor / 2))
+    return healthy(*replaced(args, [names.index(name) for name in private], lambda tensor: scaled((tensor,), 0.5)[0]))
+
+
+# --- counts, bits, and what is not a number ---------------------------------------------------------------------------
+
+
+@fault("forward_values")
+def integers_off_by_one(healthy: Healthy, *args: Any) -> Tensors:
+    """The last number of every output that holds integers is one too large."""
+
+    def larger(output: torch.Tensor) -> torch.Tensor:
+        output.view(-1)[-1:] += 1
+        return output
+
+    return with_integers(healthy(*args), larger)
+
+
+@fault("forward_values")
+def integers_through_bfloat16(healthy: Healthy, *args: Any) -> Tensors:
+    """Outputs that hold integers have been through bfloat16, in which a count gets stuck at 256."""
+    return with_integers(healthy(*args), lambda output: output.bfloat16().to(output.dtype))
+
+
+@fault("forward_values", "backward_values")
+def absent_tensors_crash(healthy: Healthy, *args: Any) -> Tensors:
+    """A tensor that is left out is used all the same."""
+    if any(args[i] is None for i in healthy.inputs):
+        raise AttributeError("'NoneType' object has no attribute 'data_ptr'")
+    return healthy(*args)
+
+
+@fault("forward_values")
+def nan_lost(healthy: Healthy, *args: Any) -> Tensors:
+    """NaN comes out as zero, as from a maximum that never picks it."""
+    return tuple(output.nan_to_num(0, torch.inf, -torch.inf) for output in healthy(*args))
