@@ -79,14 +79,15 @@ def test_the_fingerprint_follows_flags(name: str, parts: set[str], monkeypatch: 
 
 def test_the_fingerprint_follows_sources_and_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpu").mkdir()
-    for name in ("cpu/kernels.h", "cpu/kernels.cpp", "binding.cpp", "border.h"):
+    names = ("cpu/kernels.h", "cpu/kernels.cpp", *recipe.FOLDERS["cpu"][1:])
+    for name in names:
         (tmp_path / name).write_text("", encoding="utf-8")
     monkeypatch.setattr(recipe, "CSRC", tmp_path)
     seen = {recipe.fingerprint("cpu", TORCH)}
-    for name in ("cpu/kernels.h", "cpu/kernels.cpp", "binding.cpp", "border.h"):
+    for name in names:
         (tmp_path / name).write_text(f"// {name}", encoding="utf-8")
         seen.add(recipe.fingerprint("cpu", TORCH))
-    assert len(seen) == 5
+    assert len(seen) == len(names) + 1
 
 
 def test_the_key_follows_the_compilers_and_the_fingerprint_does_not() -> None:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LEAST_CC = (8, 0)
+# What is not data: integers and bits, whose dtypes the ops themselves check.
+NOT_DATA = ("seed", "count", "clipped")
 
 
 class Part:
@@ -106,7 +108,7 @@ def module_for(tensor: torch.Tensor) -> ModuleType:
 
 
 def reasons_against(call: Call) -> list[str]:
-    """Why a call that normalises rows cannot run on the part for its device; empty when it can."""
+    """Why a call cannot run on the part for its device; empty when it can."""
     part = BY_DEVICE.get(call.device.type)
     if part is None:
         return [
@@ -114,7 +116,7 @@ def reasons_against(call: Call) -> list[str]:
             f"this device."
         ]
     reasons = []
-    dtypes = {meta.dtype for _, meta in call.tensors if meta is not None}
+    dtypes = {meta.dtype for name, meta in call.tensors if meta is not None and name not in NOT_DATA}
     for dtype in sorted(dtypes - set(DTYPES), key=str):
         reasons.append(
             f"a tensor has dtype {dtype}; float32, bfloat16, float16 and float64 are supported. Convert it, or use "

@@ -1,6 +1,5 @@
 // The CPU extension module: checks, allocates, spreads the kernels of cpu/ over PyTorch's intra-op threads.
-#include "border.h"
-#include "cpu/kernels.h"
+#include "binding_cpu.h"
 
 #include <ATen/Parallel.h>
 
@@ -13,31 +12,21 @@
 #endif
 
 namespace triptych {
-namespace {
 
 using at::Tensor;
 
-// Elements of work below which a thread is not worth waking.
-constexpr int64_t kGrain = 32768;
-
-std::atomic<const cpu::Kernels*> chosen{nullptr};
+static std::atomic<const cpu::Kernels*> chosen{nullptr};
 
 const cpu::Kernels& kernels() {
   const cpu::Kernels* found = chosen.load(std::memory_order_relaxed);
   return found ? *found : *cpu::variants().list[0];
 }
 
-cpu::Rounding rounding_of(bool before_weight) {
-  return before_weight ? cpu::Rounding::before_weight : cpu::Rounding::after_weight;
-}
-
-int64_t grain(int64_t work_per_item) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, work_per_item)); }
-
-// An output as large as the data. The C allocator maps fresh pages for large blocks, and the faults on them cost more
-// than the kernel itself (64 MiB: 20 ms of faults, 3 ms of copying). Where the system leaves huge pages to advice,
-// asking for them turns 16384 faults into 32. It is only a hint; small blocks, which are reused, are left alone.
-Tensor empty_like_data(const Tensor& x) {
-  Tensor out = at::empty(x.sizes(), x.options());
+// The C allocator maps fresh pages for large blocks, and the faults on them cost more than the kernel itself (64 MiB:
+// 20 ms of faults, 3 ms of copying). Where the system leaves huge pages to advice, asking for them turns 16384 faults
+// into 32. It is only a hint; small blocks, which are reused, are left alone.
+Tensor empty_output(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  Tensor out = at::empty(sizes, options);
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr size_t kHugePage = size_t{2} << 20;
   constexpr size_t kWorthwhile = 4 * kHugePage;
@@ -49,6 +38,12 @@ Tensor empty_like_data(const Tensor& x) {
   }
 #endif
   return out;
+}
+
+namespace {
+
+cpu::Rounding rounding_of(bool before_weight) {
+  return before_weight ? cpu::Rounding::before_weight : cpu::Rounding::after_weight;
 }
 
 // weight + offset as one contiguous wide row. A float32 weight that is that already is used where it lies.
@@ -72,7 +67,7 @@ class Gain {
     set_weight(args, weight);
     args.offset = offset;
     args.gain = row;
-    kernels().gain(args);
+    kernels().norm.gain(args);
     data_ = row;
   }
   Gain(const Gain&) = delete;
@@ -90,8 +85,8 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const OptionalTensor
   check_data(x, at::kCPU);
   check_weight(weight, x);
   if (residual) check_like("residual", *residual, x);
-  Tensor y = empty_like_data(x);
-  Tensor h = residual ? empty_like_data(x) : Tensor();
+  Tensor y = empty_output(x.sizes(), x.options());
+  Tensor h = residual ? empty_output(x.sizes(), x.options()) : Tensor();
   Tensor rstd = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(wide_type(x)));
   const int64_t rows = row_count(x);
   if (rows == 0) return {y, h, rstd};
@@ -115,7 +110,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const OptionalTensor
   args.rstd = rstd.data_ptr();
   const cpu::Kernels& run = kernels();
   at::parallel_for(0, args.rows, grain(args.columns),
-                   [&](int64_t begin, int64_t end) { run.forward(args, begin, end); });
+                   [&](int64_t begin, int64_t end) { run.norm.forward(args, begin, end); });
   return {y, h, rstd};
 }
 
@@ -128,7 +123,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy, const OptionalTensor& dh, 
   if (dh) check_like("dh", *dh, x);
   const Tensor rstd_row = checked_rstd(rstd, x);
   need_dw = need_dw && weight.has_value();
-  Tensor dx = need_dx ? empty_like_data(x) : nothing_like(x);
+  Tensor dx = need_dx ? empty_output(x.sizes(), x.options()) : nothing_like(x);
   Tensor dw = need_dw ? at::empty(weight->sizes(), weight->options()) : nothing_like(weight ? *weight : x);
   const int64_t rows = row_count(x), columns = x.size(-1);
   if (need_dw && rows == 0) dw.zero_();
@@ -157,11 +152,11 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy, const OptionalTensor& dh, 
   args.partials = partials.get();
   const cpu::Kernels& run = kernels();
   at::parallel_for(0, chunks, grain(args.chunk_rows * columns),
-                   [&](int64_t begin, int64_t end) { run.backward(args, begin, end); });
+                   [&](int64_t begin, int64_t end) { run.norm.backward(args, begin, end); });
   if (need_dw) {
     cpu::WeightGradArgs sum{args.dtype, dtype_of<cpu::Dtype>(*weight), chunks, columns, partials.get(), dw.data_ptr()};
     at::parallel_for(0, columns, grain(chunks),
-                     [&](int64_t begin, int64_t end) { run.weight_grad(sum, begin, end); });
+                     [&](int64_t begin, int64_t end) { run.norm.weight_grad(sum, begin, end); });
   }
   return {dx, dw};
 }
@@ -184,6 +179,7 @@ void select_variant(const std::string& name) {
 PYBIND11_MODULE(_cpu, module) {
   using namespace triptych;
   define_phases<&forward, &backward>(module);
+  define_analog(module);
   module.def("variants", &variant_names);
   module.def("variant", [] { return std::string(kernels().name); });
   module.def("select_variant", &select_variant);

@@ -158,12 +158,16 @@ std::string backward_path(const Tensor& dy, const OptionalTensor& dh, const Tens
 }
 
 }  // namespace
+
+void define_analog(py::module_& module);  // binding_cuda_analog.cpp
+
 }  // namespace triptych
 
 PYBIND11_MODULE(_cuda, module) {
   using namespace triptych;
   using Unlocked = py::call_guard<py::gil_scoped_release, at::AutoDispatchBelowADInplaceOrView>;
   define_phases<&forward, &backward>(module);
+  define_analog(module);
   module.def("forward_path", &forward_path, Unlocked());
   module.def("backward_path", &backward_path, Unlocked());
 }

@@ -24,7 +24,11 @@ CSRC = Path(__file__).parent.parent / "csrc"
 EXTENSION = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 
 # Which sources go into a part; whatever else lies in these folders is a header and is hashed with them.
-FOLDERS = {"cpu": ("cpu", "binding.cpp", "border.h"), "cuda": ("cuda", "binding_cuda.cpp", "border.h")}
+BORDER = ("analog.h", "border.h", "border_analog.h")
+FOLDERS = {
+    "cpu": ("cpu", "binding.cpp", "binding_analog.cpp", "binding_cpu.h", *BORDER),
+    "cuda": ("cuda", "binding_cuda.cpp", "binding_cuda_analog.cpp", "cuda_products.h", *BORDER),
+}
 
 X86_VARIANTS: dict[str, tuple[str, ...]] = {
     "baseline": (),
@@ -142,15 +146,17 @@ def _variants() -> dict[str, tuple[str, ...]]:
 
 def _cpu_steps(compiler: str, binding: Sequence[str]) -> list[Step]:
     x86 = ("-DTRIPTYCH_X86",) if len(_variants()) > 1 else ()
-    source = CSRC / "cpu" / "rms_norm.cpp"
+    dispatch = CSRC / "cpu" / "dispatch.cpp"
     kernels = [
-        Step(source, f"rms_norm.{name}.o", (compiler, *KERNEL_FLAGS, f"-DTRIPTYCH_ISA={name}", *isa))
+        Step(source, f"{source.stem}.{name}.o", (compiler, *KERNEL_FLAGS, f"-DTRIPTYCH_ISA={name}", *isa))
+        for source in sorted((CSRC / "cpu").glob("*.cpp"))
+        if source != dispatch
         for name, isa in _variants().items()
     ]
     return [
-        Step(CSRC / "binding.cpp", "binding.o", tuple(binding)),
+        *(Step(CSRC / f"{name}.cpp", f"{name}.o", tuple(binding)) for name in ("binding", "binding_analog")),
         *kernels,
-        Step(CSRC / "cpu" / "dispatch.cpp", "dispatch.o", (compiler, *KERNEL_FLAGS, *x86)),
+        Step(dispatch, "dispatch.o", (compiler, *KERNEL_FLAGS, *x86)),
     ]
 
 
@@ -162,7 +168,7 @@ def _cuda_steps(nvcc: str, compiler: str, abi: str, includes: Sequence[str]) -> 
     binding = (nvcc, f"-ccbin={compiler}", *other, f"-Xcompiler={','.join(host)}", abi, *system)
     device = (nvcc, f"-ccbin={compiler}", *DEVICE_FLAGS, *ARCHITECTURES)
     return [
-        Step(CSRC / "binding_cuda.cpp", "binding_cuda.o", binding),
+        *(Step(CSRC / f"{name}.cpp", f"{name}.o", binding) for name in ("binding_cuda", "binding_cuda_analog")),
         *(Step(source, f"{source.stem}.cu.o", device) for source in device_sources()),
     ]
 

@@ -10,6 +10,8 @@
 #include <cstdint>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 #ifndef TRIPTYCH_ISA
@@ -62,7 +64,9 @@ struct Block {
     return out;                                                                   \
   }
 TRIPTYCH_BLOCK_OPERATOR(+)
+TRIPTYCH_BLOCK_OPERATOR(-)
 TRIPTYCH_BLOCK_OPERATOR(*)
+TRIPTYCH_BLOCK_OPERATOR(/)
 #undef TRIPTYCH_BLOCK_OPERATOR
 
 // a * b + c for one register, with one rounding where the instruction set has it. Written out, with the compiler's own

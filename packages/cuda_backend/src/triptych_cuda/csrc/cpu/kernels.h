@@ -74,14 +74,26 @@ inline int64_t chunk_rows(int64_t rows, int64_t columns) {
   return most_chunks > least ? most_chunks : least;
 }
 
-// One instruction set's compilation of the kernels. Every function handles a half-open range, so that the caller
-// may spread ranges over threads: rows, chunks of rows, columns.
-struct Kernels {
-  const char* name;
+// Every function of a table handles a half-open range, so that the caller may spread ranges over threads: rows, chunks
+// of rows, columns.
+struct NormKernels {
   void (*forward)(const ForwardArgs&, int64_t row_begin, int64_t row_end);
   void (*backward)(const BackwardArgs&, int64_t chunk_begin, int64_t chunk_end);
   void (*weight_grad)(const WeightGradArgs&, int64_t column_begin, int64_t column_end);
   void (*gain)(const GainArgs&);
+};
+
+struct TileKernels;
+struct WeightKernels;
+struct LinearKernels;
+
+// One instruction set's compilation of the kernels. The tables of the analog ops are in analog_kernels.h.
+struct Kernels {
+  const char* name;
+  const NormKernels& norm;
+  const TileKernels& tile;
+  const WeightKernels& weight;
+  const LinearKernels& linear;
 };
 
 // The compilations that this processor can run, best first; the last one is "baseline" everywhere.

@@ -7,49 +7,11 @@
 // A row is read twice and its second reading hits the cache (a float32 row of 4096 columns is 16 KiB), so memory is
 // passed over once. The weight gradient is summed in the same pass, into one row of sums for each chunk of rows; the
 // chunks are fixed by the shape, and their sums are added in order by weight_grad.
-#include "block.h"
 #include "kernels.h"
+#include "rows.h"
 
 namespace triptych::cpu::TRIPTYCH_ISA {
 namespace {
-
-// Calls step(column, tag) for each whole block of a row, then step for the rest of it; Whole and Tail carry the
-// difference into the loads and stores.
-struct Whole {
-  template <typename T> TRIPTYCH_MEMBER Block<Wide<T>> read(const T* from) const { return load(from); }
-  template <typename T> TRIPTYCH_MEMBER void write(const Block<Wide<T>>& v, T* to) const { store(v, to); }
-};
-struct Tail {
-  int64_t count;
-  template <typename T> TRIPTYCH_MEMBER Block<Wide<T>> read(const T* from) const { return load_tail(from, count); }
-  template <typename T> TRIPTYCH_MEMBER void write(const Block<Wide<T>>& v, T* to) const { store_tail(v, to, count); }
-};
-
-// The sum of term(column, access) over a row. Two accumulators hide the latency of the fused multiply-add.
-template <typename W, typename Term>
-TRIPTYCH_INLINE W sum_row(int64_t columns, Term term) {
-  constexpr int64_t lanes = Block<W>::kLanes;
-  Block<W> even = splat<W>(0), odd = splat<W>(0);
-  int64_t column = 0;
-  for (; column + 2 * lanes <= columns; column += 2 * lanes) {
-    even = term(even, column, Whole{});
-    odd = term(odd, column + lanes, Whole{});
-  }
-  if (column + lanes <= columns) {
-    even = term(even, column, Whole{});
-    column += lanes;
-  }
-  if (column < columns) odd = term(odd, column, Tail{columns - column});
-  return sum_lanes(even + odd);
-}
-
-template <typename W, typename Step>
-TRIPTYCH_INLINE void for_row(int64_t columns, Step step) {
-  constexpr int64_t lanes = Block<W>::kLanes;
-  int64_t column = 0;
-  for (; column + lanes <= columns; column += lanes) step(column, Whole{});
-  if (column < columns) step(column, Tail{columns - column});
-}
 
 TRIPTYCH_INLINE float reciprocal_root(float value) { return 1.0f / __builtin_sqrtf(value); }
 TRIPTYCH_INLINE double reciprocal_root(double value) { return 1.0 / __builtin_sqrt(value); }
@@ -239,12 +201,9 @@ void gain(const GainArgs& args) {
   }
 }
 
-#define TRIPTYCH_STRING_OF(name) #name
-#define TRIPTYCH_STRING(name) TRIPTYCH_STRING_OF(name)
-
 }  // namespace
 
-extern const Kernels kernels;
-const Kernels kernels{TRIPTYCH_STRING(TRIPTYCH_ISA), forward, backward, weight_grad, gain};
+extern const NormKernels norm_kernels;
+const NormKernels norm_kernels{forward, backward, weight_grad, gain};
 
 }  // namespace triptych::cpu::TRIPTYCH_ISA
