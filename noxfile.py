@@ -180,6 +180,38 @@ def meta(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["toolchain"], default=False)
+def parity(session: nox.Session) -> None:
+    """The analog layers against aihwkit-lightning, the reference: the shared environment with that laid beside it."""
+    build_native(session)
+    beside = Path(session.create_tmp()).resolve() / "beside"
+    peer = ("aihwkit-lightning==2.1.0", "tqdm", "typing_extensions")
+    install = ("install", "--quiet", "--upgrade", "--no-deps", "--target", str(beside))
+    run(session, "python", "-m", "pip", *install, *peer)
+    pytest(session, "tests/parity", env={**ON_CPU, "PYTHONPATH": str(beside), "AIHWKIT_USE_TRITON": None})
+
+
+@nox.session(requires=["environment"], default=False)
+def deepspeed(session: nox.Session) -> None:
+    """Weight clipping under DeepSpeed (ZeRO 1 to 3, two processes), in an environment of its own."""
+    foreign(session, "test_deepspeed.py", "deepspeed==0.19.8", env={"DS_BUILD_OPS": "0"})
+
+
+@nox.session(requires=["environment"], default=False)
+def trainer(session: nox.Session) -> None:
+    """Weight clipping under Hugging Face's Trainer and accelerate, in an environment of its own."""
+    foreign(session, "test_trainer.py", "transformers==5.24.0", "accelerate==1.15.0")
+
+
+def foreign(session: nox.Session, test: str, *requirements: str, env: dict[str, str] | None = None) -> None:
+    """Run a test of the analog layers with packages that the shared environment is spared."""
+    session.install(*group("build"), *group("test"), f"torch=={PINS['torch']}")
+    session.install(*requirements, env=env)
+    session.install(*in_place(FOLDERS["composite"], FOLDERS["torch"]))
+    settings = {**CLEAN, **ON_CPU, **ONE_THREAD}
+    session.run("python", "-m", "pytest", "-q", f"packages/core/tests/analog/{test}", *session.posargs, env=settings)
+
+
+@nox.session(venv_backend="none", requires=["toolchain"], default=False)
 def gpu(session: nox.Session) -> None:
     """The tests that need an NVIDIA GPU. Where torch, triton and pytest are installed already: `pytest -m gpu`."""
     run(session, "python", "-m", "pytest", "-q", "-m", "gpu", *session.posargs)
