@@ -13,7 +13,7 @@ import pytest
 def compiled(body: str) -> str:
     """The output of `body` in a new process in which kernels are not interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", body], env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, "-c", body], env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -26,10 +26,15 @@ def test_every_kernel_compiles_and_fits(cc: int) -> None:
 from triptych_triton.compile_check import compile_everything
 variants = compile_everything({cc})
 assert {{v.kernel for v in variants}} == {{
-    "_forward_whole_rows", "_forward_wide_rows", "_walk_rows", "_dot_along_rows", "_add_partials"}}
+    "_forward_whole_rows", "_forward_wide_rows", "_walk_rows", "_dot_along_rows", "_add_partials",
+    "_abs_max", "_moments", "_extremes", "_std", "_update_from_std", "_update_from_extremes",
+    "_modify", "_clip_gradients", "_convert", "_multiply", "_tile_product", "_adc_steps",
+    "_clamp_gradients", "_range_gradient", "_mask_clipped", "_sum_rows"}}
 for v in variants:
     assert v.cc == {cc} and v.shared_bytes <= 232448, v
-    assert v.spilled_bytes is None or v.spilled_bytes <= 512, v
+    # Two accumulators and the periphery of a tile do not fit the registers of the product with output noise; what
+    # spills is read after a tile's last block, not in its loop.
+    assert v.spilled_bytes is None or v.spilled_bytes <= (1536 if v.kernel == "_tile_product" else 512), v
 """)
 
 

@@ -24,7 +24,15 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from triptych_triton.ops import add_rms_norm, rms_norm
+from triptych_triton.ops import (
+    add_rms_norm,
+    analog_linear,
+    analog_weight,
+    input_range_update,
+    rms_norm,
+    tile_abs_max,
+    tile_std,
+)
 from triptych_triton.rounding import INTERPRETED
 
 CCS = (80, 90)
@@ -89,19 +97,43 @@ def compile_everything(cc: int) -> list[Variant]:
     with stand_in(cc) as recorder:
         for n in (1, 64, 1000, 4096, 16384, 32768):
             for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-                _call_ops(n, dtype, dtype, "after_weight")
-            _call_ops(n, torch.bfloat16, torch.float32, "before_weight")
-            _call_ops(n, torch.bfloat16, None, "after_weight")
+                _call_norms(n, dtype, dtype, "after_weight")
+            _call_norms(n, torch.bfloat16, torch.float32, "before_weight")
+            _call_norms(n, torch.bfloat16, None, "after_weight")
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            _call_analog(1024, 4, "learned", dtype)
+            _call_analog(1000, 3, "dynamic", dtype)
+        _call_analog(1024, 1, "fast", torch.float16)
     return recorder.variants
 
 
-def _call_ops(n: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, rounding: str) -> None:
+def _call_norms(n: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, rounding: str) -> None:
     x = torch.empty(64 * 5, n, dtype=dtype)
     weight = None if weight_dtype is None else torch.empty(n, dtype=weight_dtype)
     _, rstd = rms_norm.forward(x, weight, 1e-6, 0.0, rounding)
     rms_norm.backward(x, x, weight, rstd, 1e-6, 0.0, rounding, True, True)
     add_rms_norm.forward(x, x, weight, 1e-6, 0.0, rounding)
     add_rms_norm.backward(x, x, x, weight, rstd, 1e-6, 0.0, rounding, True, True)
+
+
+def _call_analog(n: int, tiles: int, mode: str, dtype: torch.dtype) -> None:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    x, weight, bias = torch.empty(320, n, dtype=dtype), torch.empty(n, n, dtype=dtype), torch.empty(n, dtype=dtype)
+    ranges, clip = torch.empty(tiles, dtype=wide), torch.empty(tiles, n, dtype=wide)
+    count, seed = torch.zeros(tiles, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    tile_abs_max.forward(x, tiles)
+    tile_std.forward(x, tiles)
+    input_range_update.forward(x, ranges, count, None, None, tiles, "std", 9, 3.0, 0.9)
+    input_range_update.forward(x, ranges, count, ranges, ranges, tiles, "extremes", 9, 3.0, 0.9)
+    analog_weight.forward(weight, None, seed, tiles, "per_tensor", 254.0, "per_channel", 0.1)
+    analog_weight.forward(weight, clip, None, tiles, "none", 0.0, "none", 0.0)
+    analog_weight.backward(weight, weight, clip, tiles, "per_channel", 254.0, "none", 0.0, True, True)
+    given = None if mode == "dynamic" else ranges
+    for out_noise, out_bound in ((0.0, 0.0), (0.1, 0.0), (0.0, 14.0), (0.1, 14.0)):
+        out_res = 254.0 if out_bound else -1.0
+        scalars = (tiles, mode, 254.0, out_noise, False, out_bound, out_res, True, 0.01, 0.95)
+        y, bits = analog_linear.forward(x, weight, bias, given, clip, seed, *scalars)
+        analog_linear.backward(y, x, weight, bias, given, bits, *scalars, True, True, True, True)
 
 
 def _driver(recorder: Recorder) -> Any:

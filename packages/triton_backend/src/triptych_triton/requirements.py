@@ -2,27 +2,37 @@
 
 import torch
 
-from triptych.call import Call
+from triptych.call import Call, TensorMeta
 from triptych_triton.rounding import INTERPRETED
 
 _OLDEST_CC = (8, 0)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+# Tensors of the analog ops that hold no data: seeds, counters, bits.
+_INTEGERS = ("seed", "count", "clipped")
 
 
 def reasons_against_norm(call: Call) -> list[str]:
     """Reasons against one phase of a norm; rows of any length, any strides and empty tensors are accepted."""
     x = call.tensor("x") if call.phase == "forward" or call.op == "rms_norm" else call.tensor("h")
     assert x is not None
-    reasons = _reasons_against_device(x.device)
-    weight = call.tensor("weight")
-    for name, meta in (("x", x), ("weight", weight)):
-        if meta is not None and meta.dtype not in _DTYPES:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-            reasons.append(
-                f"{name} is {str(meta.dtype).removeprefix('torch.')}; the kernels take {known}. "
-                f"Convert {name}, or use 'torch' for this op."
-            )
-    return reasons
+    return _reasons_against_device(x.device) + _reasons_against_dtypes((("x", x), ("weight", call.tensor("weight"))))
+
+
+def reasons_against_analog(call: Call) -> list[str]:
+    """Reasons against one phase of an analog op; any split into tiles, any strides and empty tensors are accepted."""
+    data = tuple((name, meta) for name, meta in call.tensors if name not in _INTEGERS)
+    return _reasons_against_device(call.device) + _reasons_against_dtypes(data)
+
+
+def _reasons_against_dtypes(tensors: tuple[tuple[str, TensorMeta | None], ...]) -> list[str]:
+    known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+    return [
+        f"{name} is {str(meta.dtype).removeprefix('torch.')}; the kernels take {known}. "
+        f"Convert {name}, or use 'torch' for this op."
+        for name, meta in tensors
+        if meta is not None and meta.dtype not in _DTYPES
+    ]
 
 
 def _reasons_against_device(device: torch.device) -> list[str]:
