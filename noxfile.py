@@ -160,7 +160,7 @@ def types(session: nox.Session) -> None:
     """mypy, strict: the four distributions and the examples."""
     run(session, "mypy")
     run(session, "mypy", "-p", "triptych_shaky")
-    examples = ("byte_model.py", "train_text.py", "third_party_op.py")
+    examples = ("byte_model.py", "memory_cells.py", "train_text.py", "train_analog.py", "third_party_op.py")
     run(session, "mypy", *(f"examples/{name}" for name in examples), env={"MYPYPATH": "examples"})
 
 

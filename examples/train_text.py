@@ -107,6 +107,14 @@ def text_files(folder: Path, suffix: str) -> Iterator[Path]:
                 yield path
 
 
+def load(settings: Settings) -> tuple[Tensor, Tensor]:
+    """Training and held-out bytes on the device that the settings name; raises what `read_text` and `split` do."""
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(found if settings.device == "auto" else settings.device)
+    train_data, held_out_data = split(read_text(settings.data), settings.length)
+    return train_data.to(device), held_out_data.to(device)
+
+
 def split(text: bytes, length: int) -> tuple[Tensor, Tensor]:
     """Training and held-out bytes, uint8: the last tenth is held out.
 
@@ -148,13 +156,14 @@ Shown = Callable[[int, float, float], None]
 """Called after each step with its number (from 1), its loss and the tokens/s so far."""
 
 
-def train(settings: Settings, train_data: Tensor, held_out_data: Tensor, history: History, shown: Shown) -> None:
-    """Train, filling `history` as it goes.
+def train(
+    network: nn.Module, settings: Settings, train_data: Tensor, held_out_data: Tensor, history: History, shown: Shown
+) -> None:
+    """Train a model, filling `history` as it goes.
 
     Raises:
         FloatingPointError: a loss is not finite.
     """
-    network = build_model(settings, train_data.device)
     model: Callable[[Tensor], Tensor] = torch.compile(network) if settings.compile else network
     optimizer = AdamW(list(network.parameters()))
     generator = torch.Generator().manual_seed(settings.seed)
@@ -173,7 +182,9 @@ def train(settings: Settings, train_data: Tensor, held_out_data: Tensor, history
         history.tokens_per_second = step * settings.batch * settings.length / seconds
         shown(step, value, history.tokens_per_second)
         if step == settings.steps or (settings.eval_every and step % settings.eval_every == 0):
-            history.held_out.append((step, evaluate(model, held_out_data, settings, step)))
+            network.eval()
+            history.held_out.append((step, evaluate(model, held_out_data, settings, f"step {step}")))
+            network.train()
 
 
 def build_model(settings: Settings, device: torch.device) -> ByteModel:
@@ -229,13 +240,13 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: Callable[[Tensor], Tensor], data: Tensor, settings: Settings, step: int) -> float:
+def evaluate(model: Callable[[Tensor], Tensor], data: Tensor, settings: Settings, where: str) -> float:
     """The loss on the same few held-out batches every time, in bits a byte."""
     generator = torch.Generator().manual_seed(0)
     total = 0.0
     for _ in range(HELD_OUT_BATCHES):
         tokens, targets = windows(data, settings.batch, settings.length, generator)
-        total += bits(cross_entropy(model(tokens), targets), f"step {step}, on held-out text")
+        total += bits(cross_entropy(model(tokens), targets), f"{where}, on held-out text")
     return total / HELD_OUT_BATCHES
 
 
@@ -254,7 +265,7 @@ def bits(loss: Tensor, where: str) -> float:
 
 
 @contextmanager
-def progress(steps: int, console: Console) -> Iterator[Shown]:
+def progress(steps: int, console: Console, title: str = "training") -> Iterator[Shown]:
     """A progress bar on a terminal, else a line for the first step, the last, and about ten between."""
     if not console.is_terminal:
         every = max(1, steps // 10)
@@ -265,7 +276,7 @@ def progress(steps: int, console: Console) -> Iterator[Shown]:
 
         yield line
         return
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("", total=steps)
         yield lambda step, loss, speed: bar.update(
@@ -279,6 +290,11 @@ def summarise(history: History, console: Console) -> None:
     print(f"train loss      {sum(recent) / len(recent):.3f} bits/byte (mean of the last {len(recent)} steps)")
     print(f"held-out loss   {', '.join(f'{loss:.3f} at step {step}' for step, loss in history.held_out)} (bits/byte)")
     print(f"speed           {history.tokens_per_second:,.0f} tokens/s")
+    summarise_backends(console)
+
+
+def summarise_backends(console: Console) -> None:
+    """Print which backends ran, and under which policy."""
     report = triptych.report()
     print(f"policy          {report.policy}")
     table = Table("op", "phase", "backend", "calls")
@@ -294,10 +310,16 @@ def summarise(history: History, console: Console) -> None:
 
 def parse(arguments: list[str] | None) -> Settings:
     """The settings; wrong ones end the program with exit code 2 and a sentence."""
-    parser = argparse.ArgumentParser(
-        description="Train a small Llama-style byte model on real text.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = options("Train a small Llama-style byte model on real text.")
+    settings = Settings(**vars(parser.parse_args(arguments)))
+    if found := mistakes(settings):
+        parser.error(" ".join(found))
+    return settings
+
+
+def options(description: str) -> argparse.ArgumentParser:
+    """The command line: an option for each field of Settings."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--data", type=Path, help="a file or folder of text; default: Python's standard library")
     add("--steps", type=int, default=300, help="optimizer steps; one calls 2 * layers + 1 ops, forward and backward")
@@ -314,10 +336,7 @@ def parse(arguments: list[str] | None) -> Settings:
     add("--compile", action="store_true", help="run the model through torch.compile")
     add("--eval-every", type=int, default=0, help="steps between evaluations; 0: only at the end")
     add("--out", type=Path, help="a JSON file that receives the loss history")
-    settings = Settings(**vars(parser.parse_args(arguments)))
-    if found := mistakes(settings):
-        parser.error(" ".join(found))
-    return settings
+    return parser
 
 
 def mistakes(settings: Settings) -> list[str]:
@@ -338,28 +357,31 @@ def mistakes(settings: Settings) -> list[str]:
         found.append(f"--eval-every is {settings.eval_every}. It must be a number of steps, or 0.")
     if settings.device == "cuda" and not torch.cuda.is_available():
         found.append("--device is cuda, but this PyTorch finds no CUDA device. Use --device cpu or auto.")
-    if settings.out is not None:
+    return found + unwritable("--out", settings.out)
+
+
+def unwritable(option: str, file: Path | None) -> list[str]:
+    """What keeps a file from being written, if anything does."""
+    if file is not None:
         try:
-            settings.out.open("a").close()
+            file.open("a").close()
         except OSError as cause:
-            found.append(f"--out {settings.out}: it cannot be written ({cause.strerror}). Name another file.")
-    return found
+            return [f"{option} {file}: it cannot be written ({cause.strerror}). Name another file."]
+    return []
 
 
 def main(arguments: list[str] | None = None) -> int:
     settings = parse(arguments)
     console = Console()
     try:
-        train_data, held_out_data = split(read_text(settings.data), settings.length)
+        train_data, held_out_data = load(settings)
     except (OSError, ValueError) as cause:
         print(f"train_text.py: error: {cause}", file=sys.stderr)
         return 2
-    found = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(found if settings.device == "auto" else settings.device)
     history = History([], [])
     try:
         with progress(settings.steps, console) as shown:
-            train(settings, train_data.to(device), held_out_data.to(device), history, shown)
+            train(build_model(settings, train_data.device), settings, train_data, held_out_data, history, shown)
     finally:
         if settings.out is not None:
             record = {"settings": asdict(settings), "history": asdict(history), "unit": "bits per byte"}

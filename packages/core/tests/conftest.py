@@ -11,7 +11,7 @@ import pytest
 
 from triptych import scope, tools
 
-sys.path.insert(0, str(Path(__file__).parent))  # spies.py
+sys.path.insert(0, str(Path(__file__).parent))  # spies.py and the like
 
 
 @pytest.fixture

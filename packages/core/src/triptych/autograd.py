@@ -36,6 +36,9 @@ def backward_of(op: Op) -> Callable[..., Any]:
         return tuple(tensors)
 
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if torch._C._is_any_autocast_enabled():
+            with torch._C._DisableAutocast():
+                return backward(ctx, *grads)
         plan, _, index, scalars = ctx.selected
         if cut:
             grads = grads[:kept]

@@ -4,6 +4,8 @@ Plain eager tensors take the short path (shortpath.py): one look-up of what was 
 the policy in force, then the kernels inside an autograd function (autograd.py). Everything else (compile, export, fake
 and meta tensors, tensor subclasses, functorch, dispatch modes) goes through the operator `torch.ops.triptych.<op>`
 (operator.py). Both select here, with the same function, before anything is launched.
+
+torch.autocast ends here: an implementation gets the tensors that the op was given, and returns what the op declares.
 """
 
 from __future__ import annotations
@@ -106,6 +108,9 @@ class Op:
 
     def run_phase(self, layer: str, phase: str, args: tuple[Any, ...]) -> Tensors:
         """One phase alone, selected by the policy in force now: the body of the operators."""
+        if torch._C._is_any_autocast_enabled():
+            with torch._C._DisableAutocast():
+                return self.run_phase(layer, phase, args)
         now = scope.current()
         index = self.next_forward() if phase == FORWARD else self.next_backward()
         rule = now.policy.rule_for(self.spec.name, phase, layer, index, scope.rank())

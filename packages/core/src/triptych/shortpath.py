@@ -59,6 +59,8 @@ def write(op: Op, backward: Callable[..., Any]) -> Callable[..., Any]:
         "Parameter": Parameter,
         "Tensor": torch.Tensor,
         "apply": function.apply,
+        "as_given": torch._C._DisableAutocast,
+        "autocasting": torch._C._is_any_autocast_enabled,
         "current_scope": scope.current,
         "dispatch_modes": torch._C._len_torch_dispatch_stack,
         "function_modes": torch._C._len_torch_function_stack,
@@ -133,6 +135,9 @@ def call_source(spec: OpSpec) -> str:
         "or forward_ad._current_level >= 0:",
         f"        {elsewhere}",
         f"    if function_modes() and observed(): {elsewhere}",
+        # An implementation in PyTorch's own operations would find its operands in another dtype.
+        "    if autocasting():",
+        f"        with as_given(): return call(layer, {arguments})",
     ]
     lines += ["    grad = grad_enabled()"]
     parts = [f"{spec.name!r}", "layer"]

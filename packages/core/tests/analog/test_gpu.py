@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 from typing import Any
 
 import pytest
@@ -34,8 +35,12 @@ FAST = NOISY.replaced("pre_post.input_range.fast_mode", True)
 LEARNED_CLIP = NOISY.replaced("clip.type", "LearnablePerChannel")
 
 
-@pytest.fixture(autouse=True, params=["torch", "composite"])
+@pytest.fixture(autouse=True, params=["torch", "composite", "triton", "cuda"])
 def on_backend(request: Any) -> Any:
+    if request.param != "composite":
+        pytest.importorskip(f"triptych_{request.param}", reason=f"triptych-{request.param} is not installed")
+    if request.param == "triton" and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        pytest.skip("TRITON_INTERPRET is set: nothing would run on the GPU")
     torch.manual_seed(0)
     with triptych.use(request.param):
         yield

@@ -62,7 +62,7 @@ def forward(operands: Operands, settings: Settings, dtype: torch.dtype, least: f
         y, off = inputs.exact @ part.T, of_product(inputs, part, dtype)
         if tile.noise is not None:
             assert seed is not None
-            place = (seed, noise.output_stream(tile.number), *y.shape)
+            place = (seed, noise.output_stream(tile.number), y.shape[0], y.shape[1])
             normal = noise.normal(*place, torch.float64)
             off = off + tile.noise * (
                 noise.normal_bound(*place, statistics_dtype(dtype)) + normal.abs() * (DIVISION * wide)

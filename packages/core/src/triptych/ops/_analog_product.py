@@ -129,7 +129,8 @@ def forward(operands: Operands, settings: Settings, least: float) -> tuple[Tenso
         y = converted(x[:, tile.columns], tile.bound, settings, least) @ weight[:, tile.columns].T
         if tile.noise is not None:
             assert seed is not None
-            y = y + tile.noise * noise.normal(seed, noise.output_stream(tile.number), *y.shape, y.dtype)
+            rows, channels = y.shape
+            y = y + tile.noise * noise.normal(seed, noise.output_stream(tile.number), rows, channels, y.dtype)
         if tile.adc_bound is not None:
             y, beyond = read_out(y, tile.adc_bound, settings.out_res, least)
             clipped.append(beyond)

@@ -10,6 +10,7 @@ import torch
 from triptych import samples as make
 from triptych.ops._analog_product import Settings
 from triptych.ops._norm_bounds import statistics_dtype
+from triptych.ops.tile_abs_max import with_values
 from triptych.opspec import Sample
 
 Tensor = torch.Tensor
@@ -66,10 +67,29 @@ def linear_samples() -> Iterator[Sample]:
     yield _sample("no_columns", (3, 0), 8, **{**full, "tiles": 1})
     yield _sample("no_channels", (3, 16), 0, **{**full, "tiles": 2})
     yield _sample("zeros", (3, 16), 8, maker=make.constant, **{**full, "tiles": 2, "input_range_mode": "dynamic"})
+    for mode in ("learned", "fast"):
+        edges = PLAIN._replace(input_range_mode=mode, decay=0.5, input_min_percentage=0.5)
+        yield Sample(f"{mode}_edges", _on_the_edges, tuple(edges), smooth=())
+    for name, value in (("nan", float("nan")), ("infinite", float("inf"))):
+        maker = _with_one(value)
+        yield _sample(f"{name}_learned", (6, 40), 24, maker=maker, **full)
+        yield _sample(f"{name}_dynamic", (6, 40), 24, maker=maker, **{**full, "input_range_mode": "dynamic"})
     for layout in (make.transposed, make.permuted, make.narrowed, make.offset, make.expanded, make.every_other):
         yield _sample(layout.__name__, (3, 4, 40), 24, maker=layout, **{**full, "tiles": 2})
         yield _sample(f"{layout.__name__}_plain", (3, 4, 40), 24, maker=layout, tiles=2, input_range_mode="learned",
                       inp_res=254.0)  # fmt: skip
+
+
+def _on_the_edges(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Tensor | None, ...]:
+    """Inputs on the range, beyond and inside it; exactly half of them strictly inside, which is not more than half."""
+    x = torch.tensor([[1.0, -1.0, 0.5, -0.25], [2.0, -3.0, 0.0, 0.75]], dtype=dtype, device=device)
+    weight = make.normal(5, 4)(generator, dtype, device)
+    return x, weight, None, torch.ones(1, dtype=dtype, device=device), None, None
+
+
+def _with_one(value: float) -> Any:
+    """A maker like `normal`, of matrices with `value` in one place."""
+    return lambda *shape: with_values(make.normal(*shape), value, row=2, columns=slice(30, 31))
 
 
 def _sample(

@@ -50,6 +50,6 @@ def tie_error(q: Tensor, dtype: torch.dtype, limit: float = float("inf")) -> Ten
     return (high - low).abs()
 
 
-def near(value: Tensor, edge: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """Where a computed |value| may fall on the other side of `edge` than the exact one does."""
-    return (value.abs() - edge).abs() <= DIVISION * unit(statistics_dtype(dtype)) * abs(edge)
+def near(value: Tensor, edge: float, dtype: torch.dtype) -> Tensor:
+    """Where a computed |value| may fall on the other side of `edge`, not negative, than the exact one does."""
+    return (value.abs() - edge).abs() <= DIVISION * unit(statistics_dtype(dtype)) * edge

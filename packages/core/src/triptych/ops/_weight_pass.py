@@ -42,6 +42,7 @@ def forward(
     res: float,
     noise: str,
     std_dev: float,
+    *,
     least: float,
 ) -> tuple[Tensor, Tensor]:
     """The modified weights and the maxima in w's dtype; `least` is the smallest divisor."""
@@ -119,7 +120,7 @@ def forward_bound(
     rounding to weight's dtype. The maxima are exact."""
     w = weight.double()
     least, wide_unit = smallest_step(weight.dtype), unit(statistics_dtype(weight.dtype))
-    clean, wmax = forward(w, clip, None, tiles, quantization, res, "none", 0.0, least)
+    clean, wmax = forward(w, clip, None, tiles, quantization, res, "none", 0.0, least=least)
     error = torch.zeros_like(clean) if quantization == "none" and clip is None else clean.abs() * (DIVISION * wide_unit)
     if quantization != "none":
         limit = levels(res) / 2

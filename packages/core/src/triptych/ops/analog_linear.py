@@ -309,11 +309,9 @@ def fake_backward(
 
 
 def _operands(args: tuple[Any, ...], dtype: torch.dtype) -> Operands:
-    x, weight, bias, input_range, wmax, seed = args
-    x, weight, bias, input_range, wmax = (
-        None if each is None else each.to(dtype) for each in (matrix(x), weight, bias, input_range, wmax)
-    )
-    return Operands(x, weight, bias, input_range, wmax, seed)
+    x, weight, *rest, seed = args
+    bias, input_range, wmax = (None if each is None else each.to(dtype) for each in rest)
+    return Operands(matrix(x).to(dtype), weight.to(dtype), bias, input_range, wmax, seed)
 
 
 def _forward(args: tuple[Any, ...], dtype: torch.dtype) -> Tensors:

@@ -34,6 +34,7 @@ from triptych.ops._analog_checks import check_floats, check_like, check_seed
 from triptych.ops._norm_bounds import smallest, statistics_dtype, unit
 from triptych.ops._quantizer import smallest_step
 from triptych.ops.rms_norm import check_plain
+from triptych.ops.tile_abs_max import with_values
 from triptych.opspec import OpSpec, Phase, Sample, Tensors
 from triptych.tiling import check_tiles
 
@@ -316,6 +317,11 @@ def weight_samples() -> Iterator[Sample]:
         yield _sample(f"both_{noise}", make.normal(33, 257), None, noise, 254.0, noise, 0.03, 3)
     yield _sample("nothing", make.normal(8, 40), None, "none", 0.0, "none", 0.0, 2, smooth=("weight",))
     yield _sample("zeros", make.constant(0.0, 8, 40), None, "per_channel", 254.0, "per_channel", 0.1, 2)
+    small = make.scaled(make.normal(8, 40), 1e-3)  # their steps are no normal numbers of float16
+    yield _sample("small", small, None, "per_channel", 254.0, "per_tensor", 0.1, 2)
+    for grain in ("per_tensor", "per_channel"):
+        lost = with_values(make.normal(8, 40), float("nan"), row=2, columns=slice(30, 31))
+        yield _sample(f"nan_{grain}", lost, None, grain, 254.0, grain, 0.1, 2)
     yield _sample("one_by_one", make.normal(1, 1), None, "per_tensor", 254.0, "per_tensor", 0.1)
     yield _sample("one_column_tiles", make.normal(5, 7), None, "per_channel", 254.0, "per_tensor", 0.1, 7)
     yield _sample("large", make.normal(300, 1030), None, "per_tensor", 254.0, "per_channel", 0.03, 3)

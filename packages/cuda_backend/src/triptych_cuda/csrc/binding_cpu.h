@@ -1,4 +1,4 @@
-// What the two halves of the CPU extension module share.
+// What the sources of the CPU extension module share.
 #pragma once
 
 #include "border.h"
@@ -19,7 +19,7 @@ inline int64_t grain(int64_t work_per_item) {
 // An output for as much data as the inputs are.
 at::Tensor empty_output(at::IntArrayRef sizes, const at::TensorOptions& options);
 
-// Defines the phases of the analog ops; in binding_analog.cpp.
+// Defines the phases of the analog ops; in binding_analog_linear.cpp.
 void define_analog(py::module_& module);
 
 }  // namespace triptych

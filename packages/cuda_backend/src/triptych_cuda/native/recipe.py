@@ -24,10 +24,12 @@ CSRC = Path(__file__).parent.parent / "csrc"
 EXTENSION = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 
 # Which sources go into a part; whatever else lies in these folders is a header and is hashed with them.
+CPU_BINDINGS = ("binding", "binding_analog_tiles", "binding_analog_linear")
+CUDA_BINDINGS = ("binding_cuda", "binding_cuda_analog")
 BORDER = ("analog.h", "border.h", "border_analog.h")
 FOLDERS = {
-    "cpu": ("cpu", "binding.cpp", "binding_analog.cpp", "binding_cpu.h", *BORDER),
-    "cuda": ("cuda", "binding_cuda.cpp", "binding_cuda_analog.cpp", "cuda_products.h", *BORDER),
+    "cpu": ("cpu", *(f"{name}.cpp" for name in CPU_BINDINGS), "binding_cpu.h", "binding_analog.h", *BORDER),
+    "cuda": ("cuda", *(f"{name}.cpp" for name in CUDA_BINDINGS), "cuda_products.h", *BORDER),
 }
 
 X86_VARIANTS: dict[str, tuple[str, ...]] = {
@@ -154,7 +156,7 @@ def _cpu_steps(compiler: str, binding: Sequence[str]) -> list[Step]:
         for name, isa in _variants().items()
     ]
     return [
-        *(Step(CSRC / f"{name}.cpp", f"{name}.o", tuple(binding)) for name in ("binding", "binding_analog")),
+        *(Step(CSRC / f"{name}.cpp", f"{name}.o", tuple(binding)) for name in CPU_BINDINGS),
         *kernels,
         Step(dispatch, "dispatch.o", (compiler, *KERNEL_FLAGS, *x86)),
     ]
@@ -168,7 +170,7 @@ def _cuda_steps(nvcc: str, compiler: str, abi: str, includes: Sequence[str]) -> 
     binding = (nvcc, f"-ccbin={compiler}", *other, f"-Xcompiler={','.join(host)}", abi, *system)
     device = (nvcc, f"-ccbin={compiler}", *DEVICE_FLAGS, *ARCHITECTURES)
     return [
-        *(Step(CSRC / f"{name}.cpp", f"{name}.o", binding) for name in ("binding_cuda", "binding_cuda_analog")),
+        *(Step(CSRC / f"{name}.cpp", f"{name}.o", binding) for name in CUDA_BINDINGS),
         *(Step(source, f"{source.stem}.cu.o", device) for source in device_sources()),
     ]
 

@@ -25,7 +25,14 @@ _TERMS = 1024
 """How many terms oneDNN's float32 product adds in one order whatever the number of threads. From 2048 on it splits them
 between threads where there are few results."""
 
+_FULL = ("none", "ieee")
+"""Settings of float32 products that keep float32."""
+
 _lock = threading.Lock()
+_inside = {"cuda": 0, "cpu": 0}
+"""How many products are being started, by kind of device."""
+_before: dict[str, str] = {}
+"""The process's setting when the first of them came."""
 
 
 def operand_dtype(x: Tensor, result: torch.dtype) -> torch.dtype:
@@ -116,16 +123,26 @@ def _has_bfloat16() -> bool:
 
 @contextmanager
 def _full_float32(a: Tensor) -> Iterator[None]:
-    """No TF32 and no bfloat16 inside a float32 product, whatever the process has allowed for its own products."""
-    backends = torch.backends
-    setting = backends.cuda.matmul if a.is_cuda else backends.mkldnn.matmul  # type: ignore[attr-defined]
-    if a.dtype.itemsize != 4 or setting.fp32_precision in ("none", "ieee"):
+    """No TF32 and no bfloat16 inside a float32 product, whatever the process has allowed for its own products.
+
+    The setting is the process's: the first thread inside changes it, and the last one out changes it back.
+    """
+    if a.dtype.itemsize != 4:
         yield
         return
+    device = "cuda" if a.is_cuda else "cpu"
+    backends = torch.backends
+    setting = backends.cuda.matmul if a.is_cuda else backends.mkldnn.matmul  # type: ignore[attr-defined]
     with _lock:
-        before = setting.fp32_precision
-        setting.fp32_precision = "ieee"
-        try:
-            yield
-        finally:
-            setting.fp32_precision = before
+        if not _inside[device]:
+            _before[device] = setting.fp32_precision
+            if _before[device] not in _FULL:
+                setting.fp32_precision = "ieee"
+        _inside[device] += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside[device] -= 1
+            if not _inside[device] and _before[device] not in _FULL:
+                setting.fp32_precision = _before[device]

@@ -71,12 +71,12 @@ def backward(
         divisors = _quantizer.safe(_quantizer.divided(2 * divisors, 2 * limit))
     for run in _tiles.runs(weight.shape[1], tiles):
         q = run.of(weight) / run.numbers(divisors)
-        inside, gradient = q.abs() <= limit, run.of(dmodified)
-        if need_dweight:
-            torch.where(inside, gradient, gradient.new_zeros(()), out=run.of(dweight))
+        size, gradient = q.abs(), run.of(dmodified)
+        if need_dweight:  # a NaN is not beyond: its gradient goes on
+            torch.where(size > limit, gradient.new_zeros(()), gradient, out=run.of(dweight))
         if need_dclip and q.numel():
             within = 0 if quantization == "none" else torch.round(q).sub_(q)
-            terms = torch.where(inside, within, q.clamp_(-limit, limit)).mul_(gradient)
+            terms = torch.where(size <= limit, within, q.clamp_(-limit, limit)).mul_(gradient)
             dclip[run.slice] = _sums.over_last(terms).T * _scale(weight.shape[0] * run.size, quantization, limit)
     return dweight, dclip.to(clip.dtype)
 
