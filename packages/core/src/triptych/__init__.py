@@ -8,7 +8,6 @@ from triptych import layers, tools
 from triptych.errors import (
     ArgumentError,
     BuildError,
-    ChangedError,
     CheckFailed,
     DerivativeError,
     EnvironmentVariableError,
@@ -33,7 +32,6 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "BuildError",
-    "ChangedError",
     "CheckFailed",
     "DerivativeError",
     "EnvironmentVariableError",

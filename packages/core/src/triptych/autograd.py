@@ -14,6 +14,7 @@ import torch
 from triptych import intercept
 from triptych.errors import DerivativeError
 from triptych.opspec import Tensors
+from triptych.remake import made_again
 
 if TYPE_CHECKING:
     from triptych.dispatch import Op, Plan
@@ -27,13 +28,6 @@ def backward_of(op: Op) -> Callable[..., Any]:
     several = spec.visible > 1  # with one output, backward never runs without its gradient
     optional = () if spec.backward is None else tuple(name.endswith("?") for name in spec.backward.tensors[:kept])
     remade = tuple(spec.saved.index(name) for name in spec.remade)
-
-    def made_again(saved: Tensors, makers: tuple[Callable[[], torch.Tensor] | None, ...]) -> Tensors:
-        tensors = list(saved)
-        for place, make in zip(remade, makers, strict=True):
-            if make is not None:
-                tensors[place] = make()
-        return tuple(tensors)
 
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if torch._C._is_any_autocast_enabled():
@@ -49,7 +43,7 @@ def backward_of(op: Op) -> Callable[..., Any]:
                 else grad
                 for grad, may_be_none, meta in zip(grads, optional, plan.grad_metas, strict=True)
             )
-        saved = made_again(ctx.saved_tensors, ctx.makers) if remade else ctx.saved_tensors
+        saved = made_again(ctx.saved_tensors, remade, ctx.makers, len(spec.saved)) if remade else ctx.saved_tensors
         args = (*grads, *saved, *scalars, *plan.needs)
         if torch.is_grad_enabled():
             with torch.no_grad():

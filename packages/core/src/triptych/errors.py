@@ -9,7 +9,6 @@
     ├── PluginError (RuntimeError)      a plug-in is broken, missing or claimed twice
     ├── BuildError (RuntimeError)       a native part could not be compiled
     ├── CheckFailed (RuntimeError)      a check that the user switched on found a wrong result
-    ├── ChangedError (RuntimeError)     a tensor that backward needs was changed in place
     └── DerivativeError (NotImplementedError)
                                         a derivative was asked for that the kernels do not have
 
@@ -88,10 +87,6 @@ class CheckFailed(TriptychError, RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.signature)
-
-
-class ChangedError(TriptychError, RuntimeError):
-    """A tensor that backward needs was changed in place after forward."""
 
 
 class DerivativeError(TriptychError, NotImplementedError):

@@ -97,7 +97,14 @@ def kept(spec: OpSpec) -> str:
 def forward_source(spec: OpSpec) -> str:
     """The text of `forward`, of the op's autograd function."""
     tensors = ", ".join(spec.forward.tensor_names)
-    makers = [f"getattr({name}, {remake.ATTRIBUTE!r}, None)" for name in spec.remade]
+    remade = ["    makers, sources = [], []"] if spec.remade else []
+    for name in spec.remade:
+        remade += [
+            f"    recipe = getattr({name}, {remake.ATTRIBUTE!r}, None)",
+            "    makers.append(None if recipe is None else recipe.maker)",
+            f"    if recipe is not None: {name} = None; sources += recipe.sources",
+        ]
+    remade += ["    ctx.makers = tuple(makers)"] if spec.remade else []
     lines = [
         f"def forward(ctx, selected, {tensors}):",
         "    plan, index, _, scalars = ctx.selected = selected",
@@ -107,9 +114,8 @@ def forward_source(spec: OpSpec) -> str:
         "    else:",
         f"        outputs = plan.run({tensors}, *scalars)",
         f"    {', '.join(spec.forward.outputs)}, = outputs",
-        f"    ctx.makers = ({', '.join(makers)},)" if makers else "",
-        *(f"    if ctx.makers[{place}] is not None: {name} = None" for place, name in enumerate(spec.remade)),
-        f"    ctx.save_for_backward({', '.join(spec.saved)})",
+        *remade,
+        f"    ctx.save_for_backward({', '.join(spec.saved)}{', *sources' if remade else ''})",
         f"    ctx.mark_non_differentiable({', '.join(spec.returned)})" if spec.returned else "",
         # With one output, backward never runs without its gradient.
         "    ctx.set_materialize_grads(False)" if spec.visible > 1 else "",

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import triptych
+from triptych import ArgumentError
 from triptych.analog import AnalogConfig, AnalogConv1d, AnalogConv2d, AnalogConv3d, AnalogLinear
 
 
@@ -347,3 +348,21 @@ def test_an_input_that_does_not_fit_a_convolution() -> None:
     ):
         with pytest.raises(triptych.ArgumentError, match=text):
             layer(torch.ones(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_takes_either_dtype_and_answers_as_torch_does(dtype: torch.dtype) -> None:
+    """Inside, everything stays in the dtype of the weights: autocast decides only what comes in and goes out."""
+    layer = AnalogLinear(13, 7, rpu_config=config(CONVERTERS, TILES, QUANTIZED)).eval()
+    x = torch.randn(5, 13)
+    for given in (x, x.to(dtype)):
+        wanted = layer(given.float()).to(dtype)
+        with torch.autocast("cpu", dtype):
+            found = layer(given)
+            assert found.dtype == nn.Linear(13, 7)(given).dtype == dtype
+        assert torch.equal(found, wanted)
+    with torch.autocast("cpu", dtype):
+        layer.train()(x.to(dtype)).float().sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
+    with pytest.raises(ArgumentError, match=r"the input has dtype torch\.(bfloat16|float16) and the weight"):
+        layer(x.to(dtype))

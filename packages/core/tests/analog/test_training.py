@@ -178,7 +178,7 @@ def test_what_is_kept_for_backward(config: str) -> None:
     _, theirs = kept(lambda: digital(x))
     assert sum(theirs.values()) == 4 * inputs * (rows + outputs)
     bits = tiles * rows * ((outputs + 7) // 8) if layer.rpu_config.forward.out_bound else 0
-    small = 4 * (outputs + tiles)
+    small = 4 * (outputs + tiles) + 8  # and the seed
     if layer.learnable_weight_clip is not None:
         small += 4 * layer.learnable_weight_clip.numel()  # the Parameter itself
     assert sum(mine.values()) <= sum(theirs.values()) + bits + small
@@ -193,8 +193,9 @@ def test_a_convolution_keeps_its_input_and_not_the_unfolded_columns(groups: int)
     x = torch.randn(4, 6, 12, 12, requires_grad=True)
     y, mine = kept(lambda: layer(x))
     _, theirs = kept(lambda: digital(x))
-    small = 4 * (8 + groups * layer.tiles)
-    assert sum(mine.values()) <= sum(theirs.values()) + small
+    bits = groups * layer.tiles * 4 * 12 * 12 * (8 // groups // 8 + bool(8 // groups % 8))  # the ADC's
+    small = 4 * (8 + groups * layer.tiles) + 8 * groups
+    assert sum(mine.values()) <= sum(theirs.values()) + bits + small
     with torch.no_grad():
         columns = layer.crossbar_inputs(x)
     assert sum(each.numel() for each in columns) > 8 * x.numel()
@@ -206,7 +207,7 @@ def test_weights_that_change_before_backward_are_an_error() -> None:
     y = layer(torch.randn(5, 8))
     with torch.no_grad():
         layer.weight.mul_(2)
-    with pytest.raises(triptych.ChangedError, match=r"A tensor of shape \[3, 8\] was changed in place between forward"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
 

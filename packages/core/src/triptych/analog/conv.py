@@ -5,6 +5,7 @@ Columns are in the order of `weight.flatten(1)`: channel, then the places of the
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -61,10 +62,12 @@ class _AnalogConv(AnalogLayer):
         columns = tuple(self._columns(windows, group) for group in range(self.groups))
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # The columns hold each input as often as kernels see it: backward makes them again from the inputs.
-            plain = x.detach()
             for group, each in enumerate(columns):
-                remake.attach(each, lambda group=group: self._columns(self._windows(plain), group), plain)  # type: ignore[misc]
+                remake.attach(each, functools.partial(self._columns_of, group), x.detach())
         return columns
+
+    def _columns_of(self, group: int, x: Tensor) -> Tensor:
+        return self._columns(self._windows(x), group)
 
     def _windows(self, x: Tensor) -> Tensor:
         """[B, C, *S] to [G, B, *O, C / G, *K]."""

@@ -187,7 +187,8 @@ def _patterns(name: str, given: str | Iterable[str] | None, paths: list[str], pu
             raise ArgumentError(f"convert_to_analog: {name} has {pattern!r}. Each must be a string, a path or a glob.")
         if not any(_matches(path, (pattern,)) for path in paths):
             what = f"module {purpose}".strip()
-            raise ArgumentError(f"convert_to_analog: {name}={pattern!r} matches no {what}. {nearest(pattern, paths)}")
+            known = nearest(pattern, filter(None, paths))
+            raise ArgumentError(f"convert_to_analog: {name}={pattern!r} matches no {what}. {known}")
     return patterns
 
 

@@ -225,11 +225,11 @@ def effective_weight(
     if clip is None and circuit.quantization == "none" and noise == "none":
         return weight, None
 
-    def make(weight: Tensor, clip: Tensor | None) -> tuple[Tensor, Tensor]:
+    def make(weight: Tensor, clip: Tensor | None, seed: Tensor | None) -> tuple[Tensor, Tensor]:
         return analog_weight(
             weight,
             clip,
-            seed if noise != "none" else None,
+            seed,
             tiles=circuit.tiles,
             quantization=circuit.quantization,
             res=circuit.res,
@@ -238,17 +238,18 @@ def effective_weight(
             layer=layer,
         )
 
+    seed = seed if noise != "none" else None
     if torch.compiler.is_compiling():
-        return make(weight, clip)
+        return make(weight, clip, seed)
     plain_weight, plain_clip = weight.detach(), None if clip is None else clip.detach()
     if clip is not None:
-        modified, wmax = make(weight, clip)
+        modified, wmax = make(weight, clip, seed)
     else:
-        modified, wmax = make(plain_weight, None)
+        modified, wmax = make(plain_weight, None, seed)
         if torch.is_grad_enabled() and weight.requires_grad:
             modified = _StraightThrough.apply(weight, modified)  # type: ignore[no-untyped-call]
     if torch.is_grad_enabled():
-        remake.attach(modified, lambda: make(plain_weight, plain_clip)[0], plain_weight, plain_clip, seed)
+        remake.attach(modified, lambda *sources: make(*sources)[0], plain_weight, plain_clip, seed)
     return modified, wmax
 
 

@@ -171,8 +171,12 @@ class AnalogLayer(Layer):
         """What the crossbars make of their inputs."""
         if self._clips and self.training:
             clipping.settle(self)
+        dtype = autocast_dtype(inputs[0])
+        if dtype is not None:
+            inputs = tuple(x.to(self.weight.dtype) for x in inputs)
         pairs = zip(self._crossbars(), inputs, strict=True)
-        return tuple(forward(self._circuit, each, x, self.training, self.layer_name) for each, x in pairs)
+        outputs = (forward(self._circuit, each, x, self.training, self.layer_name) for each, x in pairs)
+        return tuple(y if dtype is None else y.to(dtype) for y in outputs)
 
     def _crossbars(self) -> tuple[Crossbar, ...]:
         weight = self.weight if self.weight.dim() == 2 else self.weight.flatten(1)
@@ -191,7 +195,7 @@ class AnalogLayer(Layer):
     def _check_tensor(self, x: object) -> None:
         if not isinstance(x, Tensor):
             raise ArgumentError(f"{self.title}: the input is a {type(x).__name__}. It must be a torch.Tensor.")
-        if x.dtype != self.weight.dtype:
+        if x.dtype != self.weight.dtype and autocast_dtype(x) is None:
             raise ArgumentError(
                 f"{self.title}: the input has dtype {x.dtype} and the weight has dtype {self.weight.dtype}. They must "
                 f"be the same; convert the input with x.to({self.weight.dtype}), or the layer."
@@ -330,6 +334,17 @@ class AnalogLayer(Layer):
         """As torch's; also reads what aihwkit-lightning wrote, see `triptych.analog.state`."""
         lists[-1].extend(state.prepare(self, state_dict, prefix))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype in which torch.nn's layer would answer under torch.autocast; None where that has no say."""
+    kind = x.device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return None
+    if not x.is_floating_point() or x.dtype == torch.float64:
+        return None
+    dtype: torch.dtype = torch.get_autocast_dtype(kind)
+    return dtype
 
 
 def check_config(asker: str, config: object) -> None:
