@@ -186,6 +186,34 @@ def test_running_extremes(momentum: float, low: float, high: float) -> None:
     assert count.tolist() == [1, 2, 1, 9]
 
 
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float32, 3e19), (torch.bfloat16, 3e19), (torch.float64, 1e160)])
+def test_a_finite_batch_whose_squares_overflow_does_not_count(dtype: torch.dtype, value: float) -> None:
+    x = torch.tensor([[value, 0.0, 1.0, 3.0], [0.0, 1.0, 3.0, 1.0]], dtype=dtype)
+    before = torch.tensor([-2.0, -2.0], dtype=dtype)
+    found, count, _, _ = on_composite(input_range_update, x, before, counts_of(1, 1), tiles=2, init_std_alpha=3.0)
+    # 1, 3, 3, 1 of variance 4/3; (-2 + 3 * 1.155) / 2
+    assert found.tolist() == pytest.approx([2.0, (-2 + 3 * (4 / 3) ** 0.5) / 2], rel=1e-2)
+    assert count.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("range_dtype", [torch.float16, torch.float32])
+def test_a_range_is_at_most_the_largest_number_of_its_dtype(range_dtype: torch.dtype) -> None:
+    x = torch.tensor([[40000.0, -40000.0], [-40000.0, 40000.0]], dtype=torch.float16)
+    before = torch.tensor([1.0], dtype=range_dtype)
+    found, count, _, _ = on_composite(input_range_update, x, before, counts_of(0), init_std_alpha=3.0)
+    assert found.dtype is range_dtype
+    assert found.item() == pytest.approx(65504.0 if range_dtype is torch.float16 else 120000 * (4 / 3) ** 0.5, rel=1e-6)
+    assert count.tolist() == [1]
+
+
+def test_running_extremes_that_are_infinite_leave_a_finite_range() -> None:
+    extremes = torch.tensor([0.0]), torch.tensor([INF])
+    found, _, _, x_max = on_composite(
+        input_range_update, torch.tensor([[2.0, 0.0]]), torch.tensor([1.0]), counts_of(3), *extremes, mode="extremes"
+    )
+    assert (found.item(), x_max.item()) == (torch.finfo(torch.float32).max, INF)
+
+
 @pytest.mark.parametrize("mode", ["std", "extremes"])
 @pytest.mark.parametrize("shape", [(0, 6), (2, 0, 6)])
 def test_an_empty_batch_does_not_count(mode: Any, shape: tuple[int, ...]) -> None:

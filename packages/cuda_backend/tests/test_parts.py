@@ -47,6 +47,23 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
 
 
+def test_a_source_that_vanishes_while_it_is_read_is_a_reason_and_not_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def vanished(part: str) -> Place:
+        raise FileNotFoundError(2, "No such file or directory", "kernels.cpp")
+
+    part = parts.Part("cpu")
+    with monkeypatch.context() as patched:
+        patched.setattr(parts, "find", vanished)
+        (reason,) = part.reasons_unavailable()
+        assert "kernels.cpp" in reason
+        assert not part.is_built()
+        with pytest.raises(BuildError, match=r"kernels\.cpp"):
+            part.module()
+    assert part.place() == binaries.find("cpu")
+
+
 # --- ahead of time ---------------------------------------------------------------------------------------------------
 
 

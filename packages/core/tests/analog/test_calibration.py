@@ -21,6 +21,7 @@ from triptych.analog import (
     named_analog_layers,
 )
 from triptych.analog.calibration import quantile_of
+from triptych.analog.layer import must_be_called
 
 RANGE = AnalogConfig().replaced({"pre_post.input_range.enable": True, "mapping.max_input_size": 5})
 QUANTISED = RANGE.replaced({"forward.inp_res": 4, "forward.out_bound": 0.5, "forward.out_res": 4})
@@ -62,7 +63,7 @@ def test_the_ranges_are_those_of_the_data(kind: str, config: AnalogConfig) -> No
     assert all(model.get_parameter(name) is value for name, value in before.items())
     assert model.rpu_config == config.replaced("pre_post.input_range.enable", True)
     assert model.training
-    assert not model._forward_pre_hooks
+    assert [*model._forward_pre_hooks.values()] == [must_be_called]
     assert model.input_range_update_idx is not None
     assert model.input_range_update_idx.tolist() == [100] * 3
     ranges = model.input_range.tolist()
@@ -76,6 +77,22 @@ def test_the_number_of_deviations() -> None:
     assert model.input_range is not None
     np.testing.assert_allclose(model.input_range.detach().numpy(), EXPECTED["MovingStd"] / 2, rtol=1e-5)
     assert model.rpu_config == RANGE
+
+
+def test_a_range_beyond_float16_is_its_largest_number() -> None:
+    model = layer().half()
+    calibrate_input_ranges(model, "MovingStd", [torch.tensor([[40000.0], [-40000.0]]).half().expand(2, 13)])
+    assert model.input_range is not None
+    assert model.input_range.tolist() == [65504.0] * 3
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float32, 3e19), (torch.bfloat16, 3e19), (torch.float64, 1e200)])
+def test_deviations_whose_squares_overflow(dtype: torch.dtype, value: float) -> None:
+    model = layer().to(dtype)
+    calibrate_input_ranges(model, "MovingStd", [torch.tensor([[value], [-value]], dtype=dtype).expand(2, 13)])
+    assert model.input_range is not None
+    expected = [3 * value * (2 * size / (2 * size - 1)) ** 0.5 for size in SIZES]
+    assert model.input_range.tolist() == pytest.approx(expected, rel=1e-2 if dtype is torch.bfloat16 else 1e-5)
 
 
 def test_fast_mode_and_its_extremes() -> None:
@@ -146,7 +163,7 @@ def test_everything_is_as_before_when_the_model_raises() -> None:
         calibrate_input_ranges(model, "Max", BATCHES)
     assert [each.training for each in model.modules()] == modes
     assert model[0]._circuit is circuit
-    assert not model[0]._forward_pre_hooks
+    assert [*model[0]._forward_pre_hooks.values()] == [must_be_called]
     assert model[0].input_range.tolist() == ranges
     assert model[0].input_range_update_idx.tolist() == [0] * 3
 

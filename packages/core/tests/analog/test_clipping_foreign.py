@@ -20,6 +20,7 @@ from clipped_layer import (
     backward,
     by_hand,
     clipped,
+    copy_new,
     pair,
     subtract,
     x_of,
@@ -58,6 +59,38 @@ def test_two_forwards_before_one_backward_after_a_hand_written_step() -> None:
         (layer(x_of()).sum() + layer(x_of(seed=2)).sum()).backward()
         layer.weight.data.sub_(layer.weight.grad)  # type: ignore[arg-type]
         layer.weight.grad = None
+
+
+def test_a_graph_between_a_step_that_autograd_saw_and_its_clipping_raises() -> None:
+    layer = Clipped()
+    for _ in range(2):
+        layer.zero_grad()
+        (layer(x_of()).sum() + layer(x_of(seed=2)).sum()).backward()  # two forwards: the second finds nothing to do
+        copy_new(layer.weight, 0.05)
+        x = x_of().requires_grad_()
+        y = layer.eval()(x)
+        expected = clipped(layer.weight)
+        layer.train()(x_of())
+        torch.testing.assert_close(layer.weight.double(), expected, rtol=1e-6, atol=0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        y = layer.eval()(x)
+        layer.train()(x_of())
+        y.sum().backward()  # clipped before this forward, and not again
+        torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(5, 8))
+
+
+def test_clipping_after_a_step_through_data_invalidates_no_graph() -> None:
+    layer = Clipped()
+    backward(layer)
+    y = layer(x_of())
+    version = layer.weight._version
+    subtract(layer.weight, 0.05)
+    expected = clipped(layer.weight)
+    layer(x_of())
+    torch.testing.assert_close(layer.weight.double(), expected, rtol=1e-6, atol=0)
+    assert layer.weight._version == version
+    y.sum().backward()
 
 
 def test_checkpointing_recomputes_what_forward_saw() -> None:
@@ -144,6 +177,8 @@ def train_sharded(rank: int, processes: int, file: str) -> None:
             by_hand(manual, config)
             for name, sharded in ours.named_parameters():
                 torch.testing.assert_close(sharded.full_tensor(), manual.get_parameter(name).data)  # type: ignore[operator]
+        model.to(torch.float64)  # by torch.utils.swap_tensors
+        assert all(p.dtype == torch.float64 for p in model.parameters())
     torch.distributed.destroy_process_group()
 
 

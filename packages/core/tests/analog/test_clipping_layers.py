@@ -32,7 +32,6 @@ from clipped_layer import (
 from torch import Tensor, nn
 
 from triptych.analog import AnalogConfig, AnalogConv1d, AnalogConv2d, AnalogConv3d, AnalogLinear, clipping
-from triptych.errors import UsageError
 
 # --- layers come, go and are copied -----------------------------------------------------------------------------------
 
@@ -140,25 +139,73 @@ def test_another_dtype_is_not_a_step(dtype: torch.dtype) -> None:
     assert layer.weight.abs().max() < values.abs().max()
 
 
-def test_a_functional_call_is_not_a_step() -> None:
-    layer = Clipped()
-    values = {"weight": torch.randn(6, 8)}
-    before = values["weight"].clone()
-    torch.func.functional_call(layer, values, (x_of(),))
-    assert torch.equal(values["weight"], before)
+@pytest.fixture
+def swapping() -> Iterator[None]:
+    """As torch will one day convert and load by default: by torch.utils.swap_tensors."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-def test_a_flat_piece_of_a_weight_is_refused() -> None:
+@pytest.mark.usefixtures("swapping")
+@pytest.mark.parametrize("config", [WHOLE, ROWS, LEARNED], ids=["whole", "rows", "learned"])
+@pytest.mark.parametrize("hooked", [True, False], ids=["optimizer", "by hand"])
+def test_parameters_that_are_swapped_are_clipped_as_before(config: AnalogConfig, hooked: bool) -> None:
+    ours, manual = pair(config)
+    optimizers = [torch.optim.SGD(layer.parameters(), 0.05) for layer in (ours, manual)]
+    for step in range(6):
+        if step == 2:
+            ours, manual = ours.double(), manual.double()
+        if step == 4:
+            for layer in (ours, manual):
+                layer.load_state_dict(copy.deepcopy(layer.state_dict()))
+        for layer, optimizer in zip((ours, manual), optimizers, strict=True):
+            layer.zero_grad()
+            backward(layer, step)
+            if hooked:
+                optimizer.step()
+            else:
+                for p in layer.parameters():
+                    subtract(p, 0.05)
+        if not hooked:
+            optimizers = [torch.optim.SGD([torch.zeros(1)], 0.05)] * 2  # the ones that held the parameters are gone
+            gc.collect()
+            ours(x_of(dtype=ours.weight.dtype))
+        by_hand(manual, config)
+        assert_same(ours, manual)
+
+
+@pytest.mark.usefixtures("swapping")
+@pytest.mark.parametrize("config", [ROWS, LEARNED], ids=["rows", "learned"])
+def test_a_layer_converts_and_loads_by_swapping(config: AnalogConfig) -> None:
+    layer = AnalogLinear(9, 4, rpu_config=config)
+    weight = layer.weight
+    del weight  # whoever holds it keeps torch from swapping it
+    layer.load_state_dict(copy.deepcopy(layer.state_dict()))
+    watched = layer.__dict__[clipping._NAME]
+    layer.to(torch.float64)
+    parameter = clipping.clipped_parameter(layer)
+    assert parameter is not None
+    assert parameter.dtype == torch.float64
+    assert layer.__dict__[clipping._NAME] is clipping._watch_of(parameter) is not watched
+
+
+def test_a_saved_parameter_needs_no_triptych_to_load() -> None:
     layer = Clipped()
-    layer.layer_name = "blocks.0.up"
-    layer.weight.data = layer.weight.data.flatten()[:20]
-    layer.weight.grad = torch.zeros(20)
-    optimizer = torch.optim.SGD(layer.parameters(), 0.01)
-    with pytest.raises(UsageError) as caught:
-        optimizer.step()
-    assert str(caught.value) == (
-        "Clipped 'blocks.0.up': its weight is clipped at 1.5 standard deviations, but all that is here of it after the step is a flat piece of 20 elements, as under FullyShardedDataParallel. Use torch.distributed.fsdp.fully_shard, which keeps rows together, or set clip.type to 'None' and call triptych.analog.clip_weights where the weights are whole."
-    )
+    backward(layer)
+    file = io.BytesIO()
+    torch.save(layer.state_dict(keep_vars=True), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["weight"]
+    assert torch.equal(loaded, layer.weight)
+    other = Clipped(seed=3)
+    other.weight = loaded
+    other(x_of())
+    backward(other)
+    subtract(other.weight, 0.05)
+    expected = clipped(other.weight)
+    other(x_of())
+    torch.testing.assert_close(other.weight.double(), expected, rtol=1e-6, atol=0)
 
 
 # --- the layers of the package ----------------------------------------------------------------------------------------

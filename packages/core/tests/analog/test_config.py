@@ -220,6 +220,26 @@ def make(**changes: Any) -> Callable[[], AnalogConfig]:
         ),
         (make(forward__inp_ress=1), "forward has no setting 'inp_ress'. Did you mean 'inp_res'?"),
         (make(froward__inp_res=1), "AnalogConfig has no setting 'froward'. Did you mean 'forward'?"),
+        (
+            make(pre_post__input_range__enable=True, pre_post=PrePostProcessingParameter()),
+            "AnalogConfig.replaced: 'pre_post.input_range.enable' lies in 'pre_post', which is replaced too. Give the group the value, or call replaced twice.",
+        ),
+        (
+            make(pre_post=PrePostProcessingParameter(), pre_post__input_range__enable=True),
+            "AnalogConfig.replaced: 'pre_post.input_range.enable' lies in 'pre_post', which is replaced too. Give the group the value, or call replaced twice.",
+        ),
+        (
+            lambda: AnalogConfig().replaced({3: 1}),  # type: ignore[dict-item]
+            "AnalogConfig.replaced: 3 is no path. It must be a string, such as 'modifier.std_dev'.",
+        ),
+        (
+            lambda: AnalogConfig().replaced(3),  # type: ignore[arg-type]
+            "AnalogConfig.replaced: changes is a int. It must be a path, such as 'modifier.std_dev', or a dictionary from paths to values.",
+        ),
+        (
+            lambda: AnalogConfig.from_dict({3: 1}),  # type: ignore[dict-item]
+            "AnalogConfig has no setting 3. Known: clip, forward, mapping, modifier, pre_post.",
+        ),
         (make(modifier__res__bits=1), "modifier.res is a single setting; it has no 'bits'."),
         (
             lambda: AnalogConfig.from_dict({"forward": {"out_bond": 14}}),

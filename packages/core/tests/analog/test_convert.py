@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
+from spies import ran
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import triptych
 from triptych.analog import (
@@ -161,6 +163,10 @@ def test_patterns(include: Any, exclude: Any, converted: list[str]) -> None:
             "convert_to_analog: include='*.norm' matches no module to convert. Known: 0.down, 0.up, 1.down, 1.up, 2.",
         ),
         ({"exclude": "0.upp"}, "convert_to_analog: exclude='0.upp' matches no module. Did you mean '0.up' or '1.up'?"),
+        (
+            {"include": 3},
+            "convert_to_analog: include is 3. It must be a string, a path or a glob, or several of them.",
+        ),
         ({"include": [1]}, "convert_to_analog: include has 1. Each must be a string, a path or a glob."),
         (
             {"conversion_map": [nn.Linear]},
@@ -253,6 +259,58 @@ def test_attention_and_transformers_compute_what_they_did() -> None:
     }
 
 
+def one_by_one(block: nn.TransformerEncoderLayer) -> None:
+    for name in ("linear1", "linear2"):
+        convert_to_analog(block.get_submodule(name), CONFIG, inplace=True)
+
+
+def assigned(block: nn.TransformerEncoderLayer) -> None:
+    block.linear2 = AnalogLinear.from_digital(block.linear2, CONFIG)
+
+
+def copied(block: nn.TransformerEncoderLayer) -> None:
+    block.linear1 = copy.deepcopy(AnalogLinear.from_digital(block.linear1, CONFIG))
+
+
+def pickled(block: nn.TransformerEncoderLayer) -> None:
+    block.linear1 = pickle.loads(pickle.dumps(AnalogLinear.from_digital(block.linear1, CONFIG)))
+
+
+@pytest.mark.parametrize("put", [one_by_one, assigned, copied, pickled])
+def test_no_fused_kernel_passes_a_layer_by(put: Any) -> None:
+    block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    digital, x = copy.deepcopy(block), torch.randn(2, 5, 8)
+    put(block)
+    with ran() as seen, torch.no_grad():
+        block(x)
+    assert seen["analog_linear", "forward", "composite"] == len(list(named_analog_layers(block)))
+    back = convert_to_digital(block)
+    assert not any(each._forward_pre_hooks for each in back.modules())
+    with torch.no_grad():
+        assert torch.equal(back(x), digital(x))
+
+
+def test_no_hook_takes_the_place_of_the_one_that_must_be_there() -> None:
+    layer = AnalogLinear(4, 4)
+    (key,) = layer._forward_pre_hooks
+    handles = [layer.register_forward_pre_hook(lambda *_: None) for _ in range(3)]
+    assert all(handle.id > key for handle in handles)  # in another process too, where torch counts from 0
+    for handle in handles:
+        handle.remove()
+    assert list(layer._forward_pre_hooks) == [key]
+    layer.layer_name = ""
+    assert list(triptych.name_layers(nn.Sequential(layer))) == ["0"]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()
+    convert_to_analog(encoder.layers[0], CONFIG, inplace=True)
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad(), pytest.raises(triptych.ArgumentError, match=r"nested tensor.*enable_nested_tensor=False"):
+        encoder(torch.randn(2, 5, 8), src_key_padding_mask=mask)
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -261,14 +319,47 @@ def test_attention_and_transformers_compute_what_they_did() -> None:
         (lambda: nn.LazyLinear(4), "it is lazy and has no weight yet. Run a batch through the model first"),
         (lambda: nn.LazyConv2d(4, 3), "it is lazy"),
         (lambda: nn.Linear(4, 4, dtype=torch.complex64), "its weight has dtype torch.complex64"),
+        (
+            lambda: with_a_bias_of(torch.float64),
+            "its bias has dtype torch.float64 and its weight has dtype torch.float",
+        ),
     ],
 )
 def test_what_cannot_be_converted_is_refused(make: Any, text: str) -> None:
     root = nn.Sequential(nn.Linear(4, 4), make())
-    with pytest.raises(triptych.ArgumentError, match=f"^convert_to_analog: '1' cannot be converted: {text}"):
-        convert_to_analog(root, CONFIG, inplace=True)
+    for inplace in (False, True):
+        with pytest.raises(triptych.ArgumentError, match=f"^convert_to_analog: '1' cannot be converted: {text}"):
+            convert_to_analog(root, CONFIG, inplace=inplace)
     assert type(root[0]) is nn.Linear
     assert isinstance(convert_to_analog(root, CONFIG, exclude="1", inplace=True)[0], AnalogLinear)
+
+
+def with_a_bias_of(dtype: torch.dtype) -> nn.Linear:
+    layer = nn.Linear(4, 4)
+    layer.bias = nn.Parameter(torch.zeros(4, dtype=dtype))
+    return layer
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        parametrizations.weight_norm,
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        lambda layer: parametrize.register_parametrization(layer, "weight", nn.Identity()),
+        lambda layer: parametrize.register_parametrization(layer, "input_range", nn.Identity()),
+    ],
+)
+def test_layers_with_computed_tensors_are_not_given_back(wrap: Any) -> None:
+    root = convert_to_analog(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), CONFIG)
+    wrap(root[1])
+    kind, text = type(root[1]), r"its tensors are computed from others.*remove_parametrizations.*prune\.remove"
+    for inplace in (False, True):
+        with pytest.raises(triptych.ArgumentError, match=f"^convert_to_digital: '1' cannot be converted: {text}"):
+            convert_to_digital(root, inplace=inplace)
+    with pytest.raises(triptych.ArgumentError, match=f"^AnalogLinear.to_digital: {text}"):
+        AnalogLinear.to_digital(root[1])
+    assert [type(each) for each in root] == [AnalogLinear, kind]
+    root(torch.randn(2, 4))
 
 
 def test_a_forward_that_was_replaced_is_refused() -> None:

@@ -88,6 +88,8 @@ def test_a_state_that_cannot_be_meant_is_refused() -> None:
             model.load_state_dict({**state, "0.input_range": torch.tensor([1, value, 1])})
     with pytest.raises(triptych.ArgumentError, match=r"0.input_range_update_idx of the state_dict holds"):
         model.load_state_dict({**state, "0.input_range_update_idx": torch.tensor([1, float("nan"), 1])})
+    with pytest.raises(triptych.ArgumentError, match=r"0.input_range_update_idx of the state_dict holds \[1, -1, 1\]"):
+        model.load_state_dict({**state, "0.input_range_update_idx": torch.tensor([1, -1, 1])})
     with pytest.raises(
         RuntimeError, match=r"0.input_range must have shape \[3\], one number for each tile: was it saved"
     ):
@@ -96,6 +98,16 @@ def test_a_state_that_cannot_be_meant_is_refused() -> None:
         model.load_state_dict(nn.Sequential(nn.Linear(13, 7)).state_dict())
     assert layer.input_range is not None
     assert layer.input_range.tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_learned_clip_that_is_not_finite_is_refused(value: float) -> None:
+    layer = AnalogLinear(13, 7, rpu_config=config(LEARNED_CLIP))
+    state = {**layer.state_dict(), "learnable_weight_clip": torch.full((1, 7), value)}
+    with pytest.raises(triptych.ArgumentError, match="learnable_weight_clip of the state_dict holds NaN or infinities"):
+        layer.load_state_dict(state)
+    assert layer.learnable_weight_clip is not None
+    assert layer.learnable_weight_clip.isfinite().all()
 
 
 def test_extremes_stay_wide() -> None:

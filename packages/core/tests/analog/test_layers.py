@@ -9,10 +9,11 @@ import torch
 from analog_configs import CONVERTERS, LEARNED_CLIP, NOISE, QUANTIZED, RANGE, TILES, config
 from spies import ran
 from torch import nn
+from torch.func import grad, jvp, vmap
 from torch.nn import functional
 
 import triptych
-from triptych import ArgumentError
+from triptych import ArgumentError, DerivativeError
 from triptych.analog import AnalogConfig, AnalogConv1d, AnalogConv2d, AnalogConv3d, AnalogLinear
 
 
@@ -94,6 +95,16 @@ def test_a_range_that_is_not_learned_has_no_gradient() -> None:
     layer(torch.randn(3, 4)).sum().backward()
     layer.rpu_config = layer.rpu_config.replaced("pre_post.input_range.learn_input_range", True)
     assert layer.input_range.requires_grad
+
+
+def test_what_is_frozen_stays_so() -> None:
+    layer = AnalogLinear(13, 7, rpu_config=config(CONVERTERS, NOISE)).requires_grad_(False)
+    layer.rpu_config = layer.rpu_config.replaced("modifier.std_dev", 0.05)
+    assert not any(each.requires_grad for each in layer.parameters())
+    for learned in (False, True):
+        layer.rpu_config = layer.rpu_config.replaced("pre_post.input_range.learn_input_range", learned)
+        assert layer.input_range is not None
+        assert layer.input_range.requires_grad is learned
 
 
 def test_a_configuration_must_be_one() -> None:
@@ -366,3 +377,32 @@ def test_autocast_takes_either_dtype_and_answers_as_torch_does(dtype: torch.dtyp
     assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
     with pytest.raises(ArgumentError, match=r"the input has dtype torch\.(bfloat16|float16) and the weight"):
         layer(x.to(dtype))
+
+
+# --- transforms -------------------------------------------------------------------------------------------------------
+
+TRANSFORMED = [config(NOISE), config(RANGE), config(QUANTIZED), config(LEARNED_CLIP)]
+
+
+@pytest.mark.parametrize("settings", TRANSFORMED)
+def test_transforms_that_have_no_rule_are_refused(settings: AnalogConfig) -> None:
+    layer = AnalogLinear(13, 7, rpu_config=settings)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    x = torch.randn(5, 3, 13)
+    with pytest.raises(
+        ArgumentError, match=r"^An analog layer was called inside torch\.func\.vmap while it draws noise"
+    ):
+        vmap(layer, randomness="different")(x)
+    with pytest.raises(DerivativeError, match=r"no forward-mode derivative|forward-mode differentiation"):
+        jvp(layer, (x,), (x,))
+    with pytest.raises(DerivativeError, match=r"called (under|inside) torch\.func\.grad"):
+        grad(lambda x: layer(x).sum())(x)
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_plain_product_goes_through_vmap() -> None:
+    x = torch.randn(5, 3, 13)
+    for settings in (AnalogConfig(), config(CONVERTERS, TILES), config(NOISE)):
+        layer = AnalogLinear(13, 7, rpu_config=settings).eval()
+        torch.testing.assert_close(vmap(layer)(x), layer(x))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -248,3 +249,22 @@ def test_which_backend_ran(backend: str) -> None:
         ("analog_linear", "forward"),
         ("analog_linear", "backward"),
     }
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("config", ["learned", "fast", "gaussian"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_exported_layer_trains_calibrates_and_is_saved(config: str, strict: bool) -> None:
+    model = nn.Sequential(
+        AnalogLinear(9, 6, rpu_config=CONFIGS[config]), AnalogLinear(6, 4, rpu_config=CONFIGS[config])
+    )
+    x, file = torch.randn(5, 9), io.BytesIO()
+    shapes = ({0: torch.export.Dim("batch")},)
+    torch.export.save(torch.export.export(model, (x,), strict=strict, dynamic_shapes=shapes), file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    loaded(torch.randn(7, 9)).sum().backward()
+    state = loaded.state_dict()
+    assert state["0.input_range_update_idx"].tolist() == [1, 1]
+    assert not torch.equal(state["0.input_range"], model.state_dict()["0.input_range"])
+    assert all(parameter.grad is not None for parameter in loaded.parameters())

@@ -44,7 +44,12 @@ class Part:
     def place(self) -> Place:
         """What is known about the part; looked up once, since asking compilers for their versions takes time."""
         if self._place is None:
-            self._place = find(self.name)
+            try:
+                self._place = find(self.name)
+            except OSError as cause:
+                # A source was replaced while it was read, or cannot be. Not remembered: the next call looks again.
+                reason = f"The sources of the {self.name} part cannot be read: {cause}. Try again, or install it anew."
+                return Place(self.name, None, "", None, None, (reason,))
         return self._place
 
     def reasons_unavailable(self) -> list[str]:

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from triptych_triton.launch import launch
 from triptych_triton.quantiser import divide
-from triptych_triton.rounding import narrow, number, widen
+from triptych_triton.rounding import largest_number, narrow, number, widen
 from triptych_triton.tile_columns import tile_size
 from triptych_triton.tile_moments import MOST_PROGRAMS, load_partial, merged_std, tile_extremes, tile_moments
 
@@ -90,6 +90,13 @@ def _empty(like: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
+@triton.jit
+def _in_range(value, STORAGE: tl.constexpr):
+    """`value`, 0 or greater, rounded to the storage type; never infinite. NaN stays."""
+    largest = largest_number(STORAGE, value.dtype)
+    return narrow(tl.where(value > largest, largest, value), STORAGE)
+
+
 @triton.jit(do_not_specialize=["rows", "init_from_data", "programs"])
 def _update_from_std(
     partial,
@@ -115,12 +122,12 @@ def _update_from_std(
     calibrating = counted < init_from_data
     elements = rows.to(tl.int64) * tile_size(tile, base, extra, EVEN)
     std = merged_std(partial, tile, tiles, programs, elements, PROGRAMS)
-    # The programs of a tile that is done left nothing to merge.
-    taken = calibrating & (std > 0)
+    # The programs of a tile that is done left nothing to merge. A deviation that overflowed counts no more than a NaN.
+    taken = calibrating & (std > 0) & (std < float("inf"))
     wide = widen(before, ACC)
     batches = counted.to(ACC)
     mean = divide(wide * batches + number(init_std_alpha, ACC) * std, tl.where(taken, batches + 1.0, 1.0))
-    after = narrow(tl.abs(tl.where(taken, mean, wide)), new_range.dtype.element_ty)
+    after = _in_range(tl.abs(tl.where(taken, mean, wide)), new_range.dtype.element_ty)
     tl.store(new_range + here, tl.where(calibrating, after, before))
     tl.store(new_count + here, counted + taken.to(tl.int64))
 
@@ -157,11 +164,12 @@ def _update_from_extremes(
     low = tl.where(taken, number(0.0, ACC) + low, 0.0)
     high = tl.where(taken, number(0.0, ACC) + high, 0.0)
     keep = number(momentum, ACC)
-    low_mean = tl.where(keep == -1.0, tl.minimum(low_before, low), low_before * keep + low * (1.0 - keep))
-    high_mean = tl.where(keep == -1.0, tl.maximum(high_before, high), high_before * keep + high * (1.0 - keep))
+    take = tl.where(keep == -1.0, 0.0, 1.0 - keep)
+    low_mean = tl.where(keep == -1.0, tl.minimum(low_before, low), low_before * keep + low * take)
+    high_mean = tl.where(keep == -1.0, tl.maximum(high_before, high), high_before * keep + high * take)
     low = tl.where(taken, tl.where(counted == 0, low, low_mean), low_before)
     high = tl.where(taken, tl.where(counted == 0, high, high_mean), high_before)
-    after = narrow(tl.maximum(tl.abs(low), tl.abs(high)), new_range.dtype.element_ty)
+    after = _in_range(tl.maximum(tl.abs(low), tl.abs(high)), new_range.dtype.element_ty)
     tl.store(new_range + here, tl.where(taken, after, before))
     tl.store(new_count + here, counted + taken.to(tl.int64))
     tl.store(new_min + here, low)

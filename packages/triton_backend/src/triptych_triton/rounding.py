@@ -16,6 +16,12 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 # in such a branch has its `else`: Triton compiles what follows the branch even so.
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
+# The largest finite numbers of the storage types, for kernels.
+_MOST64 = tl.constexpr(torch.finfo(torch.float64).max)
+_MOST32 = tl.constexpr(torch.finfo(torch.float32).max)
+_MOST_BF16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
+_MOST16 = tl.constexpr(torch.finfo(torch.float16).max)
+
 # Triton's interpreter holds bfloat16 as bits and converts them by truncation, and it loses subnormals: there the
 # conversions below are spelled out on the bits. Compiled code uses the hardware's, which rounds to nearest even.
 
@@ -47,6 +53,19 @@ def narrow(value, STORAGE: tl.constexpr):
         return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         return value.to(STORAGE)
+
+
+@triton.jit
+def largest_number(STORAGE: tl.constexpr, ACC: tl.constexpr):
+    """The largest finite number of the storage type, in the accumulation type, as a block of one."""
+    if STORAGE == tl.float64:
+        return tl.full([1], _MOST64, ACC)
+    elif STORAGE == tl.float32:
+        return tl.full([1], _MOST32, ACC)
+    elif STORAGE == tl.bfloat16:
+        return tl.full([1], _MOST_BF16, ACC)
+    else:
+        return tl.full([1], _MOST16, ACC)
 
 
 @triton.jit

@@ -221,12 +221,14 @@ def _observed(path: str, layer: AnalogLayer, observe: Callable[[int, Tensor], No
 @torch.no_grad()
 def _set_ranges(layer: AnalogLayer, ranges: list[float]) -> None:
     """Give the layer these ranges, and an input range to hold them if it has none. A range of 0 is that of a tile that
-    saw only zeros, and is left as it was."""
+    saw only zeros, and is left as it was. One beyond the parameter's dtype becomes its largest finite number, as in
+    `input_range_update`: three deviations of float16 data may be, though no input is."""
     config = layer.rpu_config
     if not config.pre_post.input_range.is_static:
         layer._adopt(config.replaced("pre_post.input_range.enable", True))
     assert layer.input_range is not None and layer.input_range_update_idx is not None
     new = torch.tensor(ranges, dtype=torch.float64, device=layer.input_range.device)
+    new.clamp_(max=torch.finfo(layer.input_range.dtype).max)
     layer.input_range.copy_(torch.where(new > 0, new, layer.input_range.double()))
     layer.input_range_update_idx.fill_(config.pre_post.input_range.init_from_data)
     if layer.x_min is not None and layer.x_max is not None:
@@ -336,7 +338,14 @@ def quantile_of(x: Tensor, quantile: float) -> float:
 
 def _deviation(part: Tensor) -> float:
     wide = part.double() if part.dtype is torch.float64 else part.float()
-    return float(wide.std()) if wide.numel() > 1 else 0.0
+    if wide.numel() < 2:
+        return 0.0
+    found = float(wide.std())
+    if math.isfinite(found):
+        return found
+    # The elements are finite, their squares are not: from 1.8e19 on in float32 on a GPU.
+    scale = float(wide.abs().max())
+    return float((wide / scale).std()) * scale
 
 
 def _observer(

@@ -16,8 +16,10 @@ Who clips, and when:
   over. Once a gradient has arrived, each training forward compares the parameter with what it was then and clips it if
   it differs: `settle`, the only place where a forward changes a parameter. Masters that it cannot know stay unclipped.
 
-A parameter that changes without a gradient (nn.init, load_state_dict, averaging) is left alone. The device is never
-waited for: a decision that depends on values is made there, by a bound that is infinite.
+Values that no step made are left alone: those of load_state_dict, and of the layer's set_weights, quantize_weights and
+reset_parameters (`restart`); others, nn.init or averaged weights copied in, before the first gradient, and later too
+while an optimiser of torch.optim holds the parameter. Without one, `settle` takes them for a step, unless the parameter
+is frozen. The device is never waited for: a decision that depends on values is made there, by an infinite bound.
 """
 
 from __future__ import annotations
@@ -25,16 +27,18 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
+import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from triptych.analog.config import WeightClipParameter
 from triptych.analog.enums import WeightClipType
@@ -57,9 +61,9 @@ def watch(layer: Layer) -> None:
     if parameter is None:
         forget(layer)
         return
-    watched = _watches.get(parameter)
+    watched = _watch_of(parameter)
     if watched is None:
-        watched = _watches[parameter] = _Watch()
+        watched = parameter.__dict__[_NAME] = _Watch()
     watched.listen(parameter)
     if layer.__dict__.get(_NAME) is not watched:
         layer.__dict__[_NAME] = watched
@@ -75,32 +79,53 @@ def forget(layer: nn.Module) -> None:
         del hooks[key]
 
 
+def restart(layer: nn.Module) -> None:
+    """The parameter has values now that no step made: leave them alone. After whatever gives it other ones."""
+    if isinstance(layer, Layer):
+        watch(layer)
+    watched = _watch_of(layer)
+    if watched is not None:
+        watched.due = watched.arrived = False
+
+
 def settle(layer: Layer) -> None:
     """Clip what a step that no hook saw has changed. For the start of a layer's training forward.
 
     While a torch.optim optimiser holds the parameter it does nothing, and costs a look at a flag. torch.compile traces
     it, and compiles a forward once more when the first such step is suspected.
+
+    Warns:
+        UserWarning: the layer is to clip, but what it would clip is computed from other Parameters. Once a layer.
     """
-    watched: _Watch | None = getattr(layer, _NAME, None)
-    if watched is None:
-        return
     parameter = clipped_parameter(layer)
     if parameter is None:
+        if not torch.compiler.is_compiling():
+            _warn_if_computed(layer)
         return
-    if not torch.compiler.is_compiling() and not (watched.listens and _watches.get(parameter) is watched):
-        watch(layer)  # the parameter was replaced, or did not need a gradient before
+    watched = _watch_of(layer)
+    if not torch.compiler.is_compiling() and not (
+        watched is not None and watched.listens and _watch_of(parameter) is watched
+    ):
+        watch(layer)  # the parameter was replaced or swapped, or did not need a gradient before
         return
-    if not watched.due:
-        return
+    if watched is None or not watched.due or not parameter.requires_grad:
+        return  # what is changed while it is frozen is no step; a step just before that counts when it thaws
     if watched.kind != (parameter.dtype, parameter.device):
         watched.due = False  # it was brought to another dtype or device, which is no step
         return
     assert watched.seen is not None
     with torch.no_grad():
-        # `.data`: what an earlier forward has kept for backward is not told of a change, and no value of it changes.
-        values = parameter.data
+        # A step through `.data` is one that autograd is not told of. Clipping is part of it, and must not invalidate
+        # graphs that the step did not: those of two forwards before one backward. Whoever steps like that answers for
+        # a backward through older values. Any other step has counted up the version, and so does its clipping: a graph
+        # that was made between the two holds weights that are about to change, and its backward must raise.
+        # A compiled forward cannot branch on the version and takes the first way.
+        told = not torch.compiler.is_compiling() and parameter._version != watched.version
+        values = parameter if told else parameter.data
         _clip(layer, values, parameter.dtype, unless=(_fingerprint(values) == watched.seen).all())
         watched.seen.copy_(_fingerprint(values))
+        if told:
+            watched.version = parameter._version
 
 
 @torch.no_grad()
@@ -121,21 +146,54 @@ def clip_weights(model: nn.Module) -> None:
         else:
             for values in _copies(parameter):
                 _clip(layer, values, parameter.dtype)
-        watched = _watches.get(parameter)
+        watched = _watch_of(parameter)
         if watched is not None and watched.due:
-            watched.seen = _fingerprint(parameter)
+            watched.look(parameter)
 
 
 def clipped_parameter(layer: nn.Module) -> nn.Parameter | None:
     """The parameter that clipping concerns: the weight, the learned clip, or None for a layer that does not clip."""
     if not isinstance(layer, Layer) or not hasattr(layer, "rpu_config"):
         return None
-    kind: WeightClipType = _settings(layer).type
-    if kind is WeightClipType.NONE:
-        return None
-    parameter = layer.weight if kind in GAUSSIAN else layer.learnable_weight_clip
+    # Not `layer.weight`, which a parametrisation would compute, and spectral_norm take for one more iteration.
+    parameter = layer._parameters.get(_clipped_name(layer))
     # Not one under functional_call, a parametrisation or a flattening wrapper: then there is nothing to write to.
     return parameter if isinstance(parameter, nn.Parameter) else None
+
+
+def _clipped_name(layer: nn.Module) -> str:
+    """What the layer calls the parameter that clipping concerns; "" if it does not clip."""
+    kind = _settings(layer).type
+    if kind is WeightClipType.NONE:
+        return ""
+    return "weight" if kind in GAUSSIAN else "learnable_weight_clip"
+
+
+def _warn_if_computed(layer: Layer) -> None:
+    """Say once that what the layer is to clip is computed from Parameters of its own, which nobody clips.
+
+    Replicas of DataParallel, functional_call and wrappers that flatten put other tensors where Parameters were. They
+    are not meant: it is up to the original, or refused at the step.
+    """
+    if layer in _told or not hasattr(layer, "rpu_config") or not (name := _clipped_name(layer)):
+        return
+    parts = list(layer.named_parameters(recurse=False))  # weight_g and weight_v of weight_norm, weight_orig of the rest
+    found = [key for key, part in parts if key.startswith(f"{name}_") and isinstance(part, nn.Parameter)]
+    if name not in layer._parameters and parametrize.is_parametrized(layer, name):
+        chain = layer.get_submodule(f"parametrizations.{name}")
+        parts = list(chain.named_parameters(recurse=False))
+        found += [f"parametrizations.{name}.{key}" for key, part in parts if isinstance(part, nn.Parameter)]
+    if name in layer._parameters or not found:
+        return
+    _told.add(layer)
+    title = type(layer).__name__ + (f" {layer.layer_name!r}" if layer.layer_name else "")
+    warnings.warn(
+        f"{title}: clip.type is {_settings(layer).type.value!r}, but {name} is computed from {', '.join(found)}, and "
+        f"nothing is clipped. Make it plain again (torch.nn.utils.parametrize.remove_parametrizations, "
+        f"torch.nn.utils.prune.remove, torch.nn.utils.remove_weight_norm), or set clip.type to 'None'.",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def _settings(layer: Any) -> WeightClipParameter:
@@ -204,7 +262,8 @@ def _is_deepspeed(parameter: Tensor) -> bool:
 def _clip_deepspeed(layer: nn.Module, parameter: nn.Parameter, only_if_changed: bool) -> None:
     """Clip the master, wherever its pieces are, and outside of a step the weight too. Every process must come here."""
     deepspeed = importlib.import_module("deepspeed.utils")
-    watched = _watches[parameter]
+    watched = _watch_of(parameter)
+    assert watched is not None
     whole = not hasattr(parameter, "ds_id")  # ZeRO-3 scatters the 16-bit weights as well
     if watched.seen is None and whole:
         watched.seen = _fingerprint(parameter)  # still what it was before the step, and the first master equals it
@@ -231,22 +290,33 @@ class _Watch:
         listens: whether it is told of gradients.
         kind: the dtype and device that the parameter had when `seen` was taken.
         seen: the fingerprint that the parameter had at that gradient, or after the last clipping since.
+        version: how often autograd had been told of changes to it by then.
     """
 
     def __init__(self) -> None:
         self.arrived = False
         self.due = False
         self.kind: tuple[torch.dtype, torch.device] | None = None
+        self.version = 0
         self.listens = False
         self.seen: Tensor | None = None
         self._holder: weakref.ref[Optimizer] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Watch, ()  # a copy of a layer is another layer: nothing is known of its parameter
+        # A copy of a layer is another layer: nothing is known of its parameter. And a Parameter that was saved must
+        # load with weights_only, which makes no _Watch, and where there is no Triptych.
+        return OrderedDict, ()
 
     def listen(self, parameter: nn.Parameter) -> None:
         """Be told of the parameter's gradients."""
         if not self.listens and parameter.requires_grad and parameter.is_leaf:
+            others = parameter._post_accumulate_grad_hooks
+            if others is not None:
+                # After torch.utils.swap_tensors (torch 2.13) the Parameter has still its dictionary of hooks, but no
+                # gradient finds its way there, and to register another does not help. To assign it does.
+                for key in [key for key, hook in others.items() if isinstance(getattr(hook, "__self__", None), _Watch)]:
+                    del others[key]
+                parameter._post_accumulate_grad_hooks = others
             parameter.register_post_accumulate_grad_hook(self._gradient_arrived)  # type: ignore[no-untyped-call]
             self.listens = True
 
@@ -260,17 +330,31 @@ class _Watch:
         self.arrived = True
         held = self._holder is not None and self._holder() is not None
         if not (self.due or held or _is_deepspeed(parameter)):
-            self.seen, self.kind = _fingerprint(parameter), (parameter.dtype, parameter.device)
+            self.look(parameter)
             self.due = True
+
+    def look(self, parameter: Tensor) -> None:
+        """Take down what the parameter is now."""
+        self.seen, self.kind = _fingerprint(parameter), (parameter.dtype, parameter.device)
+        self.version = parameter._version
 
 
 _NAME = "_clip_watch"
-"""The attribute of a layer that leads to its _Watch: torch.compile reads it there."""
-_watches: Any = WeakTensorKeyDictionary()
-"""What is watched: parameter to _Watch. Layers that share a parameter share it."""
+"""The attribute of a Parameter that is its _Watch, and of each layer that has it: torch.compile reads it there.
+
+Weak references to the Parameter would not do: torch.utils.swap_tensors refuses tensors to which any lead. It swaps the
+attributes with the contents, so that the Parameter comes out of it with no _Watch, and gets another one.
+"""
 _layers: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
 """The layers that clip, in the order in which they were made: the same in every process of a job."""
 _numbers = itertools.count()
+_told: weakref.WeakSet[Layer] = weakref.WeakSet()
+"""The layers of which `_warn_if_computed` has spoken."""
+
+
+def _watch_of(owner: nn.Parameter | nn.Module) -> _Watch | None:
+    watched = owner.__dict__.get(_NAME)
+    return watched if isinstance(watched, _Watch) else None
 
 
 def _remember(layer: Layer) -> None:
@@ -281,12 +365,7 @@ def _remember(layer: Layer) -> None:
 
 
 def _after_loading(layer: nn.Module, _: Any) -> None:
-    """Values that were loaded are not a step's."""
-    if isinstance(layer, Layer):
-        watch(layer)
-    watched: _Watch | None = getattr(layer, _NAME, None)
-    if watched is not None:
-        watched.due = watched.arrived = False
+    restart(layer)
 
 
 def _watched() -> Iterator[tuple[Layer, nn.Parameter, _Watch]]:

@@ -264,15 +264,29 @@ class AnalogConfig(Settings):
             changes: the path of a setting or of a group; or several paths with their values, changed together.
             value: of the one path.
         """
+        if not isinstance(changes, str | Mapping):
+            raise ArgumentError(
+                f"AnalogConfig.replaced: changes is a {type(changes).__name__}. It must be a path, such as "
+                f"'modifier.std_dev', or a dictionary from paths to values."
+            )
         pairs = {changes: value} if isinstance(changes, str) else dict(changes)
+        for path in pairs:
+            if not isinstance(path, str):
+                raise ArgumentError(
+                    f"AnalogConfig.replaced: {path!r} is no path. It must be a string, such as 'modifier.std_dev'."
+                )
+            for group in pairs:
+                if isinstance(group, str) and path.startswith(f"{group}."):
+                    raise ArgumentError(
+                        f"AnalogConfig.replaced: {path!r} lies in {group!r}, which is replaced too. Give the group the "
+                        f"value, or call replaced twice."
+                    )
         tree: dict[str, Any] = {}
         for path, new in pairs.items():
             *groups, name = path.split(".")
             node = tree
             for group in groups:
                 node = node.setdefault(group, {})
-                if not isinstance(node, dict):
-                    raise ArgumentError(f"AnalogConfig.replaced: {path!r} lies in a group that is replaced too.")
             node[name] = new
         return _replaced(self, tree, "")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -87,16 +87,17 @@ def convert_to_analog(
     check_config("convert_to_analog", rpu_config)
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"convert_to_analog: model is a {type(model).__name__}. It must be a torch.nn.Module.")
-    if not inplace:
-        model = copy.deepcopy(model)
     targets = CONVERSION_MAP if conversion_map is None else _checked_map(conversion_map)
     steps = [
         _Step(paths, module, target, _config_for(paths[0], module, rpu_config, specific_rpu_config_fun))
         for paths, module, target in _chosen(model, targets, include, exclude)
     ]
+    if not inplace:  # only now: many a module that cannot be converted cannot be copied either
+        model = copy.deepcopy(model)
+        steps = [replace(step, module=model.get_submodule(step.paths[0])) for step in steps]
     for step in steps:
         model = _convert(model, step)
-    _leave_fast_paths(model)
+    _avoid_nested_tensors(model)
     return model
 
 
@@ -108,14 +109,21 @@ def convert_to_digital(model: M, inplace: bool = False) -> M:
     Args:
         model: the root; it may itself be a layer.
         inplace: convert the model itself rather than a copy of it.
+
+    Raises:
+        ArgumentError: a layer cannot be converted. Nothing was.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"convert_to_digital: model is a {type(model).__name__}. It must be a torch.nn.Module.")
+    for path, layer in named_analog_layers(model):
+        problem = layer.why_not_back()
+        if problem:
+            raise ArgumentError(f"convert_to_digital: {path or 'the model'!r} cannot be converted: {problem}")
     if not inplace:
         model = copy.deepcopy(model)
     for _, layer in list(named_analog_layers(model)):
         layer.give_back()
-    _return_to_fast_paths(model)
+    _return_to_nested_tensors(model)
     return model
 
 
@@ -181,6 +189,10 @@ def _patterns(name: str, given: str | Iterable[str] | None, paths: list[str], pu
     """The patterns of an argument, each of which matches one of `paths`."""
     if given is None:
         return None
+    if not isinstance(given, Iterable):
+        raise ArgumentError(
+            f"convert_to_analog: {name} is {given!r}. It must be a string, a path or a glob, or several of them."
+        )
     patterns = (given,) if isinstance(given, str) else tuple(given)
     for pattern in patterns:
         if not isinstance(pattern, str):
@@ -229,25 +241,21 @@ def _convert(model: Any, step: _Step) -> Any:
     return model
 
 
-_FAST_PATHS: tuple[tuple[type[nn.Module], str, Any], ...] = (
-    (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
-    (nn.TransformerEncoder, "use_nested_tensor", False),
-)
-"""In evaluation these hand the weights of their linear layers to one fused kernel, and would pass analog layers by.
-Each looks at an attribute first, which serves nothing else, and at this value of it calls its layers."""
 _BEFORE = "_triptych_before_analog"
 
 
-def _leave_fast_paths(model: nn.Module) -> None:
+def _avoid_nested_tensors(model: nn.Module) -> None:
+    """Keep torch.nn.TransformerEncoder from packing what it pads, in evaluation, for a fused kernel.
+
+    Its layers call analog ones instead (see `triptych.analog.layer.must_be_called`), which take no nested tensor.
+    """
     for module in model.modules():
-        for kind, name, value in _FAST_PATHS:
-            if isinstance(module, kind) and any(True for _ in named_analog_layers(module)):
-                module.__dict__.setdefault(_BEFORE, getattr(module, name))
-                setattr(module, name, value)
+        if isinstance(module, nn.TransformerEncoder) and any(True for _ in named_analog_layers(module)):
+            module.__dict__.setdefault(_BEFORE, module.use_nested_tensor)
+            module.use_nested_tensor = False
 
 
-def _return_to_fast_paths(model: nn.Module) -> None:
+def _return_to_nested_tensors(model: nn.Module) -> None:
     for module in model.modules():
-        for kind, name, _ in _FAST_PATHS:
-            if isinstance(module, kind) and _BEFORE in vars(module):
-                setattr(module, name, module.__dict__.pop(_BEFORE))
+        if isinstance(module, nn.TransformerEncoder) and _BEFORE in vars(module):
+            module.use_nested_tensor = module.__dict__.pop(_BEFORE)

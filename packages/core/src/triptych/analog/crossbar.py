@@ -10,6 +10,7 @@ while it calibrates.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 from triptych import remake
 from triptych.analog.config import AnalogConfig
 from triptych.analog.enums import WeightClipType, WeightNoiseInjectionType, WeightQuantizationType
+from triptych.errors import ArgumentError, DerivativeError
 from triptych.ops.analog_linear import InputRangeMode, analog_linear
 from triptych.ops.analog_weight import Grain, analog_weight
 from triptych.ops.input_range_update import input_range_update
@@ -121,14 +123,17 @@ class Crossbar(NamedTuple):
 
 def forward(circuit: Circuit, crossbar: Crossbar, x: Tensor, training: bool, layer: str) -> Tensor:
     """[..., N] to [..., C]."""
-    if training and circuit.init_from_data:
+    noise: Grain = circuit.noise if training else "none"
+    out_noise = circuit.out_noise if training else 0.0
+    calibrates = training and circuit.init_from_data > 0
+    if calibrates or noise != "none" or out_noise > 0 or _changes_weights(circuit, crossbar):
+        _check_transforms(layer)
+    if calibrates:
         calibrate(circuit, crossbar, x, layer)
     input_range = crossbar.input_range if circuit.mode in ("learned", "fast") else None
     if input_range is not None and torch.is_grad_enabled():
         # The next forward may calibrate the Parameter before the backward of this one, which needs what this one had.
         input_range = input_range.clone()
-    noise: Grain = circuit.noise if training else "none"
-    out_noise = circuit.out_noise if training else 0.0
     seed = None
     if noise != "none" or out_noise > 0:
         seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=x.device)
@@ -156,6 +161,32 @@ def forward(circuit: Circuit, crossbar: Crossbar, x: Tensor, training: bool, lay
     )
 
 
+def _changes_weights(circuit: Circuit, crossbar: Crossbar) -> bool:
+    """Whether the crossbar has other weights than the Parameter, in evaluation too."""
+    return crossbar.clip is not None or circuit.quantization != "none"
+
+
+def _check_transforms(layer: str) -> None:
+    """Raise inside torch.func.vmap and jvp, which have no rule for what a layer does beside its product."""
+    if torch.compiler.is_compiling():
+        return
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if transform is None:
+        return
+    title = f"Analog layer {layer!r}" if layer else "An analog layer"
+    if transform.key() == torch._C._functorch.TransformType.Vmap:
+        raise ArgumentError(
+            f"{title} was called inside torch.func.vmap while it draws noise, changes its weights or calibrates its "
+            f"input range; vmap can only go through the plain product. Give it the batch as leading dimensions of its "
+            f"input, or call it in evaluation with neither discretised weights nor a learned clip."
+        )
+    if transform.key() == torch._C._functorch.TransformType.Jvp:
+        raise DerivativeError(
+            f"{title} was called inside torch.func.jvp; Triptych's kernels have no forward-mode derivative. Use "
+            f"loss.backward() or torch.autograd.grad."
+        )
+
+
 # --- the input range ------------------------------------------------------------------------------------------------
 
 
@@ -171,7 +202,8 @@ def calibrate(circuit: Circuit, crossbar: Crossbar, x: Tensor, layer: str) -> No
     assert crossbar.input_range is not None and crossbar.batches is not None
     stored = [each.detach() for each in crossbar[2:6] if each is not None]
     mode: Literal["std", "extremes"] = "extremes" if circuit.mode == "fast" else "std"
-    with torch.no_grad():
+    # All is detached; a program that torch.export made with a region without gradients in it could not be loaded.
+    with nullcontext() if torch.compiler.is_exporting() else torch.no_grad():
         updated = input_range_update(
             x.detach(),
             *stored,
@@ -222,7 +254,7 @@ def effective_weight(
     graph keeps is the compiler's choice.
     """
     weight, clip = crossbar.weight, crossbar.clip
-    if clip is None and circuit.quantization == "none" and noise == "none":
+    if noise == "none" and not _changes_weights(circuit, crossbar):
         return weight, None
 
     def make(weight: Tensor, clip: Tensor | None, seed: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -60,6 +60,7 @@ class AnalogLayer(Layer):
             self.register_parameter(name, None)
         for name in (COUNT, *EXTREMES):
             self.register_buffer(name, None)
+        self._forward_pre_hooks[_HOOK] = must_be_called
         self._adopt(config)
 
     @property
@@ -103,13 +104,17 @@ class AnalogLayer(Layer):
         dtype, device = self.weight.dtype, self.weight.device
         count, range_ = self.crossbars * self.tiles, config.pre_post.input_range
         needs = state.needed(config)
+        before = self.__dict__.get("_config")
+        learned = None if before is None else before.pre_post.input_range.learn_input_range
         if RANGE in needs:
             if self.input_range is None:
                 ranges = torch.full((count,), range_.init_value, dtype=dtype, device=device)
                 self.register_parameter(RANGE, nn.Parameter(ranges))
                 self.register_buffer(COUNT, torch.zeros(count, dtype=torch.int64, device=device))
+                learned = None
             assert self.input_range is not None
-            self.input_range.requires_grad_(range_.learn_input_range)
+            if learned != range_.learn_input_range:  # else it stays as the program has it, frozen perhaps
+                self.input_range.requires_grad_(range_.learn_input_range)
         for name in EXTREMES:
             if name in needs and getattr(self, name) is None:
                 self.register_buffer(name, torch.zeros(count, dtype=statistics_dtype(dtype), device=device))
@@ -124,6 +129,7 @@ class AnalogLayer(Layer):
         super().reset_parameters()  # type: ignore[misc]
         if RANGE in self._parameters:  # torch's constructor comes here before there are any
             self._reset_analog()
+            clipping.restart(self)
 
     @torch.no_grad()
     def _reset_analog(self) -> None:
@@ -195,6 +201,12 @@ class AnalogLayer(Layer):
     def _check_tensor(self, x: object) -> None:
         if not isinstance(x, Tensor):
             raise ArgumentError(f"{self.title}: the input is a {type(x).__name__}. It must be a torch.Tensor.")
+        if x.is_nested:
+            raise ArgumentError(
+                f"{self.title}: the input is a nested tensor. It must be a plain one; pad it with "
+                f"to_padded_tensor, or, where torch.nn.TransformerEncoder makes it of a padding mask, give that "
+                f"enable_nested_tensor=False."
+            )
         if x.dtype != self.weight.dtype and autocast_dtype(x) is None:
             raise ArgumentError(
                 f"{self.title}: the input has dtype {x.dtype} and the weight has dtype {self.weight.dtype}. They must "
@@ -220,6 +232,7 @@ class AnalogLayer(Layer):
         if bias is not None and self.bias is not None:
             self.bias.copy_(bias)
         self._reset_clip()
+        clipping.restart(self)
 
     def get_weights(self) -> tuple[Tensor, Tensor | None]:
         """Copies of weight and bias."""
@@ -234,6 +247,7 @@ class AnalogLayer(Layer):
         """Round the weights in place as the forward pass does; see `triptych.analog.quantize_weights`."""
         parts = [effective_weight(self._circuit, each, "none", None, self.layer_name)[0] for each in self._crossbars()]
         self.weight.copy_(torch.cat(parts).view_as(self.weight))
+        clipping.restart(self)
 
     # --- from torch's layers and back --------------------------------------------------------------------------------
 
@@ -277,6 +291,12 @@ class AnalogLayer(Layer):
                 f"its weight has dtype {weight.dtype}. It must be float32, bfloat16, float16 or float64: convert it "
                 f"with module.to(...), or exclude the module."
             )
+        bias = module._parameters.get("bias")
+        if bias is not None and bias.dtype != weight.dtype:
+            return (
+                f"its bias has dtype {bias.dtype} and its weight has dtype {weight.dtype}. They must be the same: "
+                f"convert it with module.to({weight.dtype}), or exclude the module."
+            )
         if "forward" in vars(module):
             return (
                 "its forward was replaced on the object, as accelerate's hooks do, and would go on calling the digital "
@@ -291,10 +311,28 @@ class AnalogLayer(Layer):
             raise ArgumentError(
                 f"{cls.__name__}.to_digital: the module is a {type(module).__name__}. It must be one of these."
             )
+        problem = module.why_not_back()
+        if problem:
+            raise ArgumentError(f"{cls.__name__}.to_digital: {problem}")
         return copy.deepcopy(module).give_back()
 
+    def why_not_back(self) -> str:
+        """What keeps this layer from being turned back into one of torch.nn, and what to do; "" if nothing."""
+        plain = {"weight", RANGE, CLIP} <= self._parameters.keys()
+        if plain and not nn.utils.parametrize.is_parametrized(self):
+            return ""
+        return (
+            "its tensors are computed from others (a parametrization, weight_norm, spectral_norm, pruning), which are "
+            "bound to the analog layer. Make them plain first (torch.nn.utils.parametrize.remove_parametrizations, "
+            "remove_weight_norm, prune.remove)."
+        )
+
     def give_back(self) -> nn.Module:
-        """Turn this layer itself back into one of torch.nn: the same object, with the same Parameters and hooks."""
+        """Turn this layer itself back into one of torch.nn: the same object, with the same Parameters and hooks.
+
+        `why_not_back` must have no objection.
+        """
+        self._forward_pre_hooks.pop(_HOOK, None)
         for name in (RANGE, CLIP):
             del self._parameters[name]
         for name in (COUNT, *EXTREMES):
@@ -326,6 +364,7 @@ class AnalogLayer(Layer):
             new = self._buffers.get(name)
             if old is not None and new is not None and new.dtype != wide:
                 self._buffers[name] = new.to(wide) if old.is_meta else old.to(new.device, wide)
+        clipping.watch(self)  # the weight may have been swapped for another one
         return self
 
     def _load_from_state_dict(
@@ -334,6 +373,19 @@ class AnalogLayer(Layer):
         """As torch's; also reads what aihwkit-lightning wrote, see `triptych.analog.state`."""
         lists[-1].extend(state.prepare(self, state_dict, prefix))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+
+
+def must_be_called(module: nn.Module, args: Any) -> None:
+    """A forward pre-hook that does nothing but be there.
+
+    torch.nn.TransformerEncoderLayer hands the weights of its linear layers to one fused kernel in evaluation, and would
+    pass analog layers by; it calls them instead when any of its modules has a hook.
+    """
+
+
+_HOOK = -1
+"""Its key. torch counts from 0, in each process anew, so that a key of torch's in a layer read from a file may be given
+to another hook."""
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -112,9 +112,9 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"a {type(value).__name__}"
 
 
-def unknown(owner: str, name: str, known: list[str]) -> ArgumentError:
+def unknown(owner: str, name: object, known: list[str]) -> ArgumentError:
     """The error for a setting that does not exist."""
-    return ArgumentError(f"{owner} has no setting {name!r}. {nearest(name, known)}")
+    return ArgumentError(f"{owner} has no setting {name!r}. {nearest(str(name), known)}")
 
 
 def refuse_changes(*kinds: type[Settings]) -> None:

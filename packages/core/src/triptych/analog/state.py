@@ -45,11 +45,13 @@ def prepare(layer: AnalogLayer, state_dict: dict[str, Any], prefix: str) -> list
     Conv1d writes the learned clip of a single tile without the dimension of tiles.
 
     Raises:
-        ArgumentError: a range is not finite, or a count is none.
+        ArgumentError: a range or a learned clip is not finite, or a count is none.
     """
     clip, given = layer.learnable_weight_clip, state_dict.get(prefix + CLIP)
     if clip is not None and isinstance(given, Tensor) and given.dim() == 1 and clip.shape[0] == 1:
         state_dict[prefix + CLIP] = given.unsqueeze(0)
+    if clip is not None and isinstance(given, Tensor):
+        _check_clip(layer, given, f"{prefix}{CLIP} of the state_dict")
     if layer.input_range is None:
         return []
     for name in EXTREMES:
@@ -58,7 +60,7 @@ def prepare(layer: AnalogLayer, state_dict: dict[str, Any], prefix: str) -> list
         elif isinstance(extreme := state_dict.get(prefix + name), Tensor):
             state_dict[prefix + name] = extreme.to(statistics_dtype(layer.weight.dtype))
     count = state_dict.get(prefix + COUNT)
-    if isinstance(count, Tensor) and count.is_floating_point():
+    if isinstance(count, Tensor):
         state_dict[prefix + COUNT] = _whole(layer, count, prefix)
     given = state_dict.get(prefix + RANGE)
     if not isinstance(given, Tensor):
@@ -73,26 +75,39 @@ def _whole(layer: AnalogLayer, count: Tensor, prefix: str) -> Tensor:
     """Counts as integers. An infinite one is how aihwkit-lightning says that calibrate_input_ranges was here."""
     done = torch.full_like(count, layer.rpu_config.pre_post.input_range.init_from_data, dtype=torch.float64)
     exact = torch.where(count.isinf(), done, count.double())
-    if not count.is_meta and not bool((exact >= 0).all()):
+    if _can_be_read(count) and not bool((exact >= 0).all()):
         raise ArgumentError(
             f"{layer.title}: {prefix}{COUNT} of the state_dict holds {count.tolist()}. It must count batches."
         )
-    return exact.round().to(torch.int64)
+    return exact.round().to(torch.int64) if count.is_floating_point() else count
 
 
 def check_range(layer: AnalogLayer, value: Tensor, what: str) -> None:
     """Raise ArgumentError for a range of the wrong shape or, where it can be looked at, with NaN or infinities."""
     if value.shape != _shape(layer):
         raise ArgumentError(f"{layer.title}: {what} has shape {list(value.shape)}. It must have {_shape_text(layer)}.")
-    plain = type(value) in (Tensor, nn.Parameter) and not value.is_meta
-    if not plain or torch._C._len_torch_dispatch_stack() or torch.compiler.is_compiling():
-        return  # traced or fake: there is nothing to look at
+    if not _can_be_read(value):
+        return
     values = value.tolist()
     if not all(map(math.isfinite, values)):
         raise ArgumentError(
             f"{layer.title}: {what} holds {values}. Each range must be a finite number: take one from before the "
             f"training diverged, or calibrate it again."
         )
+
+
+def _check_clip(layer: AnalogLayer, value: Tensor, what: str) -> None:
+    if _can_be_read(value) and not bool(value.isfinite().all()):
+        raise ArgumentError(
+            f"{layer.title}: {what} holds NaN or infinities. Each bound must be a finite number: take them from before "
+            f"the training diverged."
+        )
+
+
+def _can_be_read(value: Tensor) -> bool:
+    """Whether there are numbers to look at, rather than a tensor that is traced or fake."""
+    plain = type(value) in (Tensor, nn.Parameter) and not value.is_meta
+    return plain and not torch._C._len_torch_dispatch_stack() and not torch.compiler.is_compiling()
 
 
 def _shape(layer: AnalogLayer) -> tuple[int, ...]:

@@ -3,14 +3,19 @@
     a tile is calibrating while count_s < init_from_data; one that is done keeps its range, count and extremes
 
     mode "std", the learned range, with s the standard deviation of the tile as in tile_std:
-        s > 0 (NaN is not):   range = |(range * count + init_std_alpha * s) / (count + 1)|,   count + 1
+        0 < s < infinity:     range = |(range * count + init_std_alpha * s) / (count + 1)|,   count + 1
         otherwise:            range = |range|
+        then                  range = min(range, the largest finite number of its dtype)
 
     mode "extremes", for tiles whose elements exist and are all finite, with lo and hi their extremes, m the momentum:
         count = 0:            x_min, x_max = lo, hi
         m = -1:               x_min, x_max = min(x_min, lo), max(x_max, hi)
         otherwise:            x_min, x_max = x_min * m + lo * (1 - m), x_max * m + hi * (1 - m)
-        then                  range = max(|x_min|, |x_max|),   count + 1
+        then                  range = min(max(|x_min|, |x_max|), the largest finite number of its dtype),   count + 1
+
+So no finite batch makes a range infinite, which no later one could undo. s is not finite, and the batch does not count,
+where an element is not, or where the squares of the distances from the mean overflow: beyond 1.8e19 in float32. A range
+in x's dtype need not exceed that dtype's largest number: no input does.
 
 Counts are whole numbers: one in bfloat16 would never get past 256. Which tiles change is decided on the device.
 
@@ -66,7 +71,9 @@ def input_range_update(
         x_min, x_max: [T], float32 (float64 beside a float64 x), the running extremes of mode "extremes"; None in
             mode "std".
         tiles: T, how many tiles of nearly equal size the columns are split into; at most N.
-        mode: "std" for a running mean of `init_std_alpha` standard deviations, "extremes" for running extremes.
+        mode: "std" for a running mean of `init_std_alpha` standard deviations, "extremes" for running extremes. A
+            tile's batch counts if its deviation is greater than 0 and finite in float32 (float64 for float64), or if
+            its elements exist and are all finite.
         init_from_data: how many batches a tile counts before it is done.
         init_std_alpha: for mode "std".
         act_range_momentum: for mode "extremes": the weight of what was, 0 to 1, or -1 for the extremes of all batches.
@@ -74,7 +81,8 @@ def input_range_update(
 
     Returns:
         (range, count, x_min, x_max), fresh tensors of the dtypes of the arguments, also where nothing changed; x_min
-        and x_max are [0] in mode "std". Arithmetic is float32 (float64 for float64). They carry no gradient.
+        and x_max are [0] in mode "std". Arithmetic is float32 (float64 for float64). A range that is set is at most
+        the largest finite number of its dtype. They carry no gradient.
 
     Raises:
         ArgumentError: the arguments do not fit together.
@@ -169,10 +177,10 @@ def _by_std(
     """range, in the dtype of std, and count."""
     before = input_range.to(std.dtype)
     calibrating = count < init_from_data
-    counted = calibrating & (std > 0)
+    counted = calibrating & (std > 0) & (std < float("inf"))
     mean = (before * count.to(std.dtype) + init_std_alpha * std) / (count + 1).to(std.dtype)
-    after = torch.where(calibrating, torch.where(counted, mean, before).abs(), before)
-    return after, count + counted.to(torch.int64)
+    new = torch.where(counted, mean, before).abs().clamp(max=torch.finfo(input_range.dtype).max)
+    return torch.where(calibrating, new, before), count + counted.to(torch.int64)
 
 
 def _by_extremes(
@@ -195,7 +203,8 @@ def _by_extremes(
         merged_max = x_max * momentum + high * (1 - momentum)
     new_min = torch.where(counted, torch.where(count == 0, low, merged_min), x_min)
     new_max = torch.where(counted, torch.where(count == 0, high, merged_max), x_max)
-    after = torch.where(counted, torch.maximum(new_min.abs(), new_max.abs()), input_range.to(dtype))
+    new = torch.maximum(new_min.abs(), new_max.abs()).clamp(max=torch.finfo(input_range.dtype).max)
+    after = torch.where(counted, new, input_range.to(dtype))
     return after, count + counted.to(torch.int64), new_min, new_max
 
 
@@ -211,15 +220,23 @@ def reference_forward(
     init_std_alpha: float,
     act_range_momentum: float,
 ) -> Tensors:
-    """In float64 throughout; range is not rounded to its dtype at the end."""
+    """In float64 throughout; range is not rounded to its dtype at the end. A deviation is infinite where the sum of its
+    squares is beyond the dtype of the statistics, as it is in that dtype."""
     if mode == "std":
         (std,) = tile_std.reference_forward(x, tiles)
+        std = torch.where(_squares(std, x, tiles) > torch.finfo(statistics_dtype(x.dtype)).max, float("inf"), std)
         nothing = torch.empty(0, dtype=torch.float64, device=x.device)
         return (*_by_std(std, input_range, count, init_from_data, init_std_alpha), nothing, nothing.clone())
     assert x_min is not None and x_max is not None
     return _by_extremes(
         x, input_range, count, x_min.double(), x_max.double(), tiles, init_from_data, act_range_momentum
     )
+
+
+def _squares(std: Tensor, x: Tensor, tiles: int) -> Tensor:
+    """The sum of the squared distances from the mean that std was made of; NaN where std is."""
+    elements = [each.numel() for each in tile_std.elements(x, tiles, x.dtype)]
+    return std.square() * (torch.tensor(elements, dtype=std.dtype, device=std.device) - 1)
 
 
 def composite_forward(
@@ -264,11 +281,14 @@ def bound_forward(
     """What does not change is exact, and so are counts and the extremes of one batch or of all. The rest, in units u:
 
     - a running mean: std's own error, 6 u of its two terms (a product each, the sum, the quotient, and count + 1 and
-      count, which may be rounded on the way to a float), and one rounding to range's dtype;
+      count, which may be rounded on the way to a float), and one rounding to range's dtype; where the two terms'
+      sum overflows before it is divided, whatever lies between the mean and the largest range;
     - a running extreme: 4 u of its two terms (two products, their sum, and the rounding of the momentum, which 1 - m
       inherits whole), and one rounding to range's dtype.
 
     Where the reference's std is not 0 but within its error of it, an implementation may find 0 and not count the batch.
+    Nor need it count one where a partial result may overflow: merging means makes numbers of up to n times the sum of
+    the n squares. Where that sum overflows and no square does, an implementation that sums in float64 may count it.
     """
     args = (x, input_range, count, x_min, x_max, tiles, mode, init_from_data, init_std_alpha, act_range_momentum)
     after, counts, new_min, new_max = reference_forward(*args)
@@ -278,10 +298,16 @@ def bound_forward(
     none = torch.zeros_like(after)
     if mode == "std":
         (std,), (std_bound,) = tile_std.reference_forward(x, tiles), tile_std.bound_forward(x, tiles)
-        terms = (before.abs() * count.double() + init_std_alpha * std) / (count + 1).double()
-        error = rounding + terms * 6 * u + init_std_alpha * std_bound / (count + 1).double()
-        undecided = counted & (std <= std_bound)
-        range_bound = torch.where(counted, error, none) + torch.where(undecided, (after - before.abs()).abs(), none)
+        squares, largest = _squares(std, x, tiles), torch.finfo(statistics_dtype(x.dtype)).max
+        sums, batches = before.abs() * count.double() + init_std_alpha * std, (count + 1).double()
+        error = rounding + sums / batches * 6 * u + init_std_alpha * std_bound / batches
+        error += torch.where(sums > largest, torch.finfo(input_range.dtype).max - after, none)
+        elements = x.numel() / tiles + x.numel() / max(x.shape[-1], 1)  # of the largest tile, or more
+        skipped = counted & ((std <= std_bound) | (squares * elements > largest))
+        taken = (count < init_from_data) & ~counted & (squares > largest) & (_distance(x, tiles) < largest**0.5 * 1.01)
+        undecided = skipped | taken
+        other, _ = _by_std(torch.where(taken, std, 0.0), input_range, count, init_from_data, init_std_alpha)
+        range_bound = torch.where(counted | taken, error, none) + torch.where(undecided, (after - other).abs(), none)
         return range_bound, undecided.double(), new_min, new_max
     assert x_min is not None and x_max is not None
     previous, seen = torch.maximum(x_min.double().abs(), x_max.double().abs()), _largest(x, tiles)
@@ -295,6 +321,12 @@ def _largest(x: Tensor, tiles: int) -> Tensor:
     """The largest magnitude of each tile; 0 of nothing."""
     values = tile_std.elements(x, tiles, torch.float64)
     return torch.stack([each.abs().amax() if each.numel() else each.new_zeros(()) for each in values])
+
+
+def _distance(x: Tensor, tiles: int) -> Tensor:
+    """The largest distance of an element from the mean of its tile; 0 of nothing."""
+    values = tile_std.elements(x, tiles, torch.float64)
+    return torch.stack([(each - each.mean()).abs().amax() if each.numel() else each.new_zeros(()) for each in values])
 
 
 # --- the cases of the conformance suite -----------------------------------------------------------------------------
@@ -320,8 +352,31 @@ def _calibration_cases() -> Iterator[tuple[str, make.Maker, int, tuple[int, ...]
     yield "nan_in_tiles_done", with_values(make.normal(6, 72), float("nan"), columns=slice(48, 72)), 3, (0, 7, 100)
 
 
+def _overflowing(columns: slice) -> make.Maker:
+    """[6, 72], finite; in `columns`, 3 deviations are beyond the dtype: an element whose square overflows, in float16,
+    whose squares do not, -40000 and 40000 in turn."""
+
+    def changed(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Tensor:
+        x = make.normal(6, 72)(generator, dtype, device)
+        if dtype is torch.float16:
+            x[::2, columns], x[1::2, columns] = 40000.0, -40000.0
+        else:
+            x[2, columns][5::24] = 1e200 if dtype is torch.float64 else 3e19
+        return x
+
+    return changed
+
+
+def _largest_number(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[6, 72] with the largest finite number of the dtype in the first of three tiles, its negative in the second."""
+    x = make.normal(6, 72)(generator, dtype, device)
+    x[2, 5], x[3, 30] = torch.finfo(dtype).max, torch.finfo(dtype).min
+    return x
+
+
 def samples() -> Iterator[Sample]:
-    """Both modes over lengths, layouts and tiles; counts of every kind; both momenta; settings at their ends."""
+    """Both modes over lengths, layouts and tiles; counts of every kind; both momenta; settings at their ends; finite
+    batches too large for the range or for the statistics."""
     for mode in reversed(MODES):
         for name, maker, tiles, counts in _calibration_cases():
             yield _sample(f"{mode}_{name}", maker, tiles, counts, mode, USUAL)
@@ -333,9 +388,17 @@ def samples() -> Iterator[Sample]:
     more = make.normal(6, 257)
     yield _sample("std_other_alpha", more, 5, MIXED, "std", (100, 0.25, 0.95))
     yield _sample("std_alpha_0", more, 5, MIXED, "std", (100, 0.0, 0.95))
+    yield _sample("std_alpha_3e38", lambda *how: more(*how) * 100, 5, MIXED, "std", (100, 3e38, 0.95))
     yield _sample("std_of_one_element_a_tile", make.normal(1, 5), 5, MIXED, "std", USUAL)
+    everywhere, one_tile = _overflowing(slice(0, 72)), _overflowing(slice(24, 48))
+    yield _sample("std_overflow", everywhere, 3, (0, 7, 100), "std", USUAL)
+    yield _sample("std_overflow_float32_range", everywhere, 3, (0, 7, 100), "std", USUAL, ranges=make.in_float32)
+    yield _sample("std_overflow_beside_good_tiles", one_tile, 3, (0, 7, 42), "std", USUAL)
+    yield _sample("std_of_the_largest_number", _largest_number, 3, (0, 7, 42), "std", USUAL)
     for name, momentum in (("all_batches", -1.0), ("last_batch", 0.0), ("first_batch", 1.0), ("other_momentum", 0.3)):
         yield _sample(f"extremes_of_{name}", more, 5, MIXED, "extremes", (100, 3.0, momentum))
+        largest = f"extremes_of_{name}_with_the_largest_number"
+        yield _sample(largest, _largest_number, 3, (0, 7, 42), "extremes", (100, 3.0, momentum))
 
 
 def _same(maker: make.Maker) -> make.Maker:

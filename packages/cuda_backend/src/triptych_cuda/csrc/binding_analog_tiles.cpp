@@ -116,7 +116,7 @@ void update_by_std(const Tensor& x, const Tensor& wide, W* range, int64_t* count
     if (count[tile] >= options.init_from_data) continue;
     const W deviation = static_cast<W>(found[tile]);
     W value = before[tile];
-    if (deviation > 0) {
+    if (deviation > 0 && std::isfinite(deviation)) {  // one that overflowed counts no more than a NaN
       const W seen = static_cast<W>(count[tile]), more = static_cast<W>(count[tile] + 1);
       value = (value * seen + static_cast<W>(options.init_std_alpha) * deviation) / more;
       ++count[tile];
@@ -170,6 +170,20 @@ void update_by_extremes(const Tensor& x, W* range, int64_t* count, W* x_min, W* 
   }
 }
 
+// The largest finite number of a dtype.
+double largest_number(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble:
+      return std::numeric_limits<double>::max();
+    case at::kHalf:
+      return std::numeric_limits<c10::Half>::max();
+    case at::kBFloat16:
+      return std::numeric_limits<c10::BFloat16>::max();
+    default:
+      return std::numeric_limits<float>::max();
+  }
+}
+
 template <class W>
 std::tuple<Tensor, Tensor, Tensor, Tensor> range_update(const Tensor& x, const Tensor& input_range, const Tensor& count,
                                                         const OptionalTensor& x_min, const OptionalTensor& x_max,
@@ -188,6 +202,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> range_update(const Tensor& x, const T
   else
     update_by_extremes<W>(x, after.mutable_data_ptr<W>(), counted, lows.mutable_data_ptr<W>(),
                           highs.mutable_data_ptr<W>(), changed.get(), options);
+  // A range that is set is never infinite: no later batch could undo that. NaN stays.
+  const W largest = static_cast<W>(largest_number(range.scalar_type()));
+  W* values = after.mutable_data_ptr<W>();
+  for (int64_t tile = 0; tile < tiles; ++tile)
+    if (changed[tile] && values[tile] > largest) values[tile] = largest;
   const Tensor rounded = after.to(range.scalar_type());
   const size_t size = range.element_size();
   for (int64_t tile = 0; tile < tiles; ++tile)

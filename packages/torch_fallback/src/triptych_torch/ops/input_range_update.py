@@ -35,10 +35,12 @@ def _by_std(x: Tensor, input_range: Tensor, count: Tensor, tiles: int, init_from
     (std,) = tile_std.forward(x, tiles)
     before = input_range.to(std.dtype)
     calibrating = count < init_from_data
-    counted = (std > 0).logical_and_(calibrating)  # NaN is not
+    # NaN is neither; a deviation that overflowed would make the range infinite for good.
+    counted = (std > 0).logical_and_(std < float("inf")).logical_and_(calibrating)
     new_count = count + counted
     mean = (before * count).add_(std, alpha=alpha).div_(count + 1)
-    after = torch.where(calibrating, torch.where(counted, mean, before).abs_(), before)
+    new = torch.where(counted, mean, before).abs_().clamp_(max=torch.finfo(input_range.dtype).max)
+    after = torch.where(calibrating, new, before)
     return after.to(input_range.dtype), new_count, std.new_empty(0), std.new_empty(0)
 
 
@@ -57,7 +59,8 @@ def _by_extremes(
         torch.where(counted, torch.where(count == 0, seen, after), before)
         for seen, after, before in zip((low, high), merged, (x_min, x_max), strict=True)
     )
-    after = torch.where(counted, torch.maximum(new_min.abs(), new_max.abs()), input_range.to(low.dtype))
+    new = torch.maximum(new_min.abs(), new_max.abs()).clamp_(max=torch.finfo(input_range.dtype).max)
+    after = torch.where(counted, new, input_range.to(low.dtype))
     return after.to(input_range.dtype), count + counted, new_min, new_max
 
 

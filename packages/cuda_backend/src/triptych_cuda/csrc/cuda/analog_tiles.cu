@@ -2,6 +2,8 @@
 #include "analog_segments.cuh"
 #include "analog_statistics.cuh"
 
+#include <cfloat>
+
 namespace triptych {
 namespace cuda {
 namespace {
@@ -186,6 +188,18 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   if (threadIdx.x == 0) std[blockIdx.x] = all.std();
 }
 
+// A range to be stored, 0 or greater: never infinite. NaN stays.
+template <class Acc>
+__device__ __forceinline__ Acc in_range(Acc range, DType dtype) {
+  Acc largest;
+  if constexpr (std::is_same<Acc, double>::value) {
+    largest = DBL_MAX;
+  } else {
+    largest = dtype == DType::float32 ? FLT_MAX : dtype == DType::bfloat16 ? 0x1.fep127f : 65504.0f;
+  }
+  return range > largest ? largest : range;
+}
+
 // Stage 2 of input_range_update, mode std.
 template <class Acc>
 __global__ void __launch_bounds__(kStatisticsThreads)
@@ -199,12 +213,12 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   Acc range = read_parameter<Acc>(args.range, tile);
   if (!done) {
     const Acc std = all.std();
-    if (std > 0) {
+    if (std > 0 && std < Acc(INFINITY)) {  // one that overflowed counts no more than a NaN
       const Acc k = static_cast<Acc>(count);
       range = (range * k + static_cast<Acc>(args.options.init_std_alpha) * std) / (k + 1);
       ++count;
     }
-    range = magnitude(range);
+    range = in_range(magnitude(range), args.range.dtype);
   }
   write_number(args.new_range, args.range.dtype, tile, range);
   args.new_count[tile] = count;
@@ -237,7 +251,7 @@ __global__ void __launch_bounds__(kStatisticsThreads)
     }
     ++count;
     const Acc low = magnitude(least), high = magnitude(largest);
-    range = low > high || is_nan(low) ? low : high;
+    range = in_range(low > high || is_nan(low) ? low : high, args.range.dtype);
   }
   write_number(args.new_range, args.range.dtype, tile, range);
   args.new_count[tile] = count;
