@@ -61,7 +61,8 @@ if uninstalled:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs hardware that is not here, and say what was missing."""
+    """Slow tests first, so that none is left to one worker at the end; skip what needs hardware that is not here."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     needed = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("two_gpus")]
     if not needed:
         return
