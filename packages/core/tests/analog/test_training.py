@@ -187,12 +187,14 @@ def test_what_is_kept_for_backward(config: str) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_a_convolution_keeps_its_input_and_not_the_unfolded_columns(groups: int) -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_convolution_keeps_its_input_and_not_the_unfolded_columns(groups: int, autocast: bool) -> None:
     arguments = {"padding": 1, "groups": groups}
     layer = AnalogConv2d(6, 8, 3, rpu_config=CONFIGS["learned"], **arguments)  # type: ignore[arg-type]
     digital = nn.Conv2d(6, 8, 3, **arguments)  # type: ignore[arg-type]
     x = torch.randn(4, 6, 12, 12, requires_grad=True)
-    y, mine = kept(lambda: layer(x))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y, mine = kept(lambda: layer(x.to(torch.bfloat16) if autocast else x))
     _, theirs = kept(lambda: digital(x))
     bits = groups * layer.tiles * 4 * 12 * 12 * (8 // groups // 8 + bool(8 // groups % 8))  # the ADC's
     small = 4 * (8 + groups * layer.tiles) + 8 * groups
@@ -200,7 +202,7 @@ def test_a_convolution_keeps_its_input_and_not_the_unfolded_columns(groups: int)
     with torch.no_grad():
         columns = layer.crossbar_inputs(x)
     assert sum(each.numel() for each in columns) > 8 * x.numel()
-    y.sum().backward()
+    y.float().sum().backward()
 
 
 def test_weights_that_change_before_backward_are_an_error() -> None:

@@ -50,7 +50,7 @@ class _AnalogConv(AnalogLayer):
 
     def crossbar_inputs(self, x: Tensor) -> tuple[Tensor, ...]:
         """The windows of each group, [B, *O, N] with N = channels of the group times places of the kernel."""
-        self._check_tensor(x)
+        x = self._checked(x)
         batched = x.dim() == self.SPATIAL + 2
         if (not batched and x.dim() != self.SPATIAL + 1) or x.shape[-self.SPATIAL - 1] != self.in_channels:
             raise ArgumentError(

@@ -200,7 +200,8 @@ def calibrate(circuit: Circuit, crossbar: Crossbar, x: Tensor, layer: str) -> No
     if not compiling and _recomputing():
         return
     assert crossbar.input_range is not None and crossbar.batches is not None
-    stored = [each.detach() for each in crossbar[2:6] if each is not None]
+    state = (crossbar.input_range, crossbar.batches, crossbar.x_min, crossbar.x_max)
+    stored = [each.detach() for each in state if each is not None]
     mode: Literal["std", "extremes"] = "extremes" if circuit.mode == "fast" else "std"
     # All is detached; a program that torch.export made with a region without gradients in it could not be loaded.
     with nullcontext() if torch.compiler.is_exporting() else torch.no_grad():

@@ -178,8 +178,6 @@ class AnalogLayer(Layer):
         if self._clips and self.training:
             clipping.settle(self)
         dtype = autocast_dtype(inputs[0])
-        if dtype is not None:
-            inputs = tuple(x.to(self.weight.dtype) for x in inputs)
         pairs = zip(self._crossbars(), inputs, strict=True)
         outputs = (forward(self._circuit, each, x, self.training, self.layer_name) for each, x in pairs)
         return tuple(y if dtype is None else y.to(dtype) for y in outputs)
@@ -198,7 +196,8 @@ class AnalogLayer(Layer):
         count = self.crossbars
         return (whole,) if count == 1 else tuple(whole.part(group, count) for group in range(count))
 
-    def _check_tensor(self, x: object) -> None:
+    def _checked(self, x: object) -> Tensor:
+        """The input, in the dtype of the weights: what arrives in another one under torch.autocast is converted."""
         if not isinstance(x, Tensor):
             raise ArgumentError(f"{self.title}: the input is a {type(x).__name__}. It must be a torch.Tensor.")
         if x.is_nested:
@@ -212,6 +211,7 @@ class AnalogLayer(Layer):
                 f"{self.title}: the input has dtype {x.dtype} and the weight has dtype {self.weight.dtype}. They must "
                 f"be the same; convert the input with x.to({self.weight.dtype}), or the layer."
             )
+        return x.to(self.weight.dtype)
 
     # --- the weights -------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class AnalogLinear(AnalogLayer, nn.Linear):
 
     def crossbar_inputs(self, x: Tensor) -> tuple[Tensor, ...]:
         """The input itself."""
-        self._check_tensor(x)
+        x = self._checked(x)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ArgumentError(
                 f"{self.title}: the input has shape {list(x.shape)}. Its last dimension must be {self.in_features}, "
