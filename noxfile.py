@@ -180,6 +180,18 @@ def meta(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["toolchain"], default=False)
+def features(session: nox.Session) -> None:
+    """Run the feature tests and write docs/features.md anew from what they ran."""
+    build_native(session)
+    results = Path(session.create_tmp()).resolve() / "results.jsonl"
+    results.unlink(missing_ok=True)
+    command = "nox -s features"
+    pytest(session, "tests/features", env={**ON_CPU, "FEATURE_RESULTS": str(results)})
+    run(session, "python", "tests/features/matrix.py", "keep", "cpu", str(results), command)
+    run(session, "python", "tests/features/matrix.py", "write")
+
+
+@nox.session(venv_backend="none", requires=["toolchain"], default=False)
 def parity(session: nox.Session) -> None:
     """The analog layers against aihwkit-lightning, the reference: the shared environment with that laid beside it."""
     build_native(session)

@@ -19,8 +19,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ranks import Ranks  # noqa: E402
-from subjects import counts  # noqa: E402
+from ranks import Ranks
+from subjects import counts
 
 PLACES = [
     pytest.param(("gloo", "cpu"), id="gloo"),
