@@ -4,7 +4,7 @@ import os as _os
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from triptych import layers, tools
+from triptych import ends, layers, tools
 from triptych.errors import (
     ArgumentError,
     BuildError,
@@ -61,4 +61,5 @@ def __getattr__(name: str) -> _Any:
     return importlib.import_module("triptych.analog")
 
 
+ends.record_if_asked(_os.environ)
 tools.name_layers_if_asked(_os.environ)

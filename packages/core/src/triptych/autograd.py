@@ -10,10 +10,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C import _functorch as functorch
 
-from triptych import intercept
-from triptych.errors import DerivativeError
-from triptych.opspec import Tensors
+from triptych import intercept, operator, scope
+from triptych.call import BACKWARD
+from triptych.errors import DerivativeError, second_derivative_text
+from triptych.opspec import OpSpec, Tensors
 from triptych.remake import made_again
 
 if TYPE_CHECKING:
@@ -45,7 +47,9 @@ def backward_of(op: Op) -> Callable[..., Any]:
             )
         saved = made_again(ctx.saved_tensors, remade, ctx.makers, len(spec.saved)) if remade else ctx.saved_tensors
         args = (*grads, *saved, *scalars, *plan.needs)
-        if torch.is_grad_enabled():
+        if any(map(_is_batch, grads)):
+            results = _backward_of_batch(spec, plan, args)
+        elif torch.is_grad_enabled():
             with torch.no_grad():
                 results = _backward(op, plan, index, args)
             tied = (*results, *grads, *saved)
@@ -66,6 +70,21 @@ def _backward(op: Op, plan: Plan, index: int, args: tuple[Any, ...]) -> Tensors:
     return outputs
 
 
+def _backward_of_batch(spec: OpSpec, plan: Plan, args: tuple[Any, ...]) -> Tensors:
+    """As its operator, which torch knows how to run on a batch of gradients, on the backend that was selected."""
+    assert plan.backward is not None
+    rules = f"{spec.name}.backward={plan.backward.chosen}"
+    with scope.within(scope.current().extended(rules, "the selection of forward")):
+        return operator.run(spec, BACKWARD, args, plan.backward.layer)
+
+
+def _is_batch(grad: torch.Tensor | None) -> bool:
+    """Whether a gradient is many: torch.func.vmap or is_grads_batched is around backward."""
+    return grad is not None and (
+        functorch.peek_interpreter_stack() is not None or functorch.is_legacy_batchedtensor(grad)
+    )
+
+
 class NoSecondDerivative(torch.autograd.Function):
     """Ties gradients to what they were computed from, so that differentiating them raises instead of giving zeros."""
 
@@ -77,10 +96,3 @@ class NoSecondDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         raise DerivativeError(second_derivative_text(ctx.name))
-
-
-def second_derivative_text(name: str) -> str:
-    return (
-        f"{name} was differentiated twice; Triptych's kernels have a first derivative only. Where a second one is "
-        f"needed, compute this layer with torch.nn.functional."
-    )

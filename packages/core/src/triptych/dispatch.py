@@ -14,19 +14,18 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from triptych import intercept, operator, refusals, registry, scope, shortpath
+from triptych import caches, in_force, inline, intercept, operator, refusals, registry, scope, shortpath
 from triptych.autograd import backward_of
 from triptych.backend import ask
 from triptych.call import BACKWARD, FORWARD, Call, TensorMeta
 from triptych.checking import check_outputs, check_scalars
 from triptych.counters import Counter
-from triptych.errors import ArgumentError, DerivativeError
+from triptych.errors import ArgumentError, DerivativeError, forward_mode_text
 from triptych.opspec import OpSpec, PhaseFunction, Tensors
 from triptych.policy import Rule
 from triptych.select import Decision, select
@@ -97,7 +96,7 @@ class Op:
         self._varying = {phase: _places(spec, phase) for phase in spec.phases}
         self._kept = spec.visible
         self._start_counting()
-        self.call: Callable[..., Any] = shortpath.write(self, backward_of(self))
+        self.call, self.apply = shortpath.write(self, backward_of(self))
         os.register_at_fork(after_in_child=self._start_counting)
 
     def _start_counting(self) -> None:
@@ -171,7 +170,15 @@ class Op:
         return intercept.run(intercept.Invocation(self.spec, index, decision, args))
 
     def through_operator(self, layer: str, *args: Any) -> Any:
-        """The call as `torch.ops.triptych.<op>`, without the outputs that only backward needs."""
+        """The call as `torch.ops.triptych.<op>`, without the outputs that only backward needs.
+
+        Under torch.compile in inline mode as `torch.ops.triptych_inline.<op>`, where the policy lets it.
+        """
+        if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+            inlining = in_force.inlining  # must be read, for torch.compile to compare it before the graph runs again
+            version = inline.version_of(self.spec.name, layer, inlining)
+            if version:
+                return inline.run(self.spec, args, layer, version)
         recorded = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if not torch.compiler.is_compiling() and not recorded:
             self.check(args)  # what the schema would say of a wrong type is of no use to a user
@@ -200,10 +207,7 @@ class Op:
         needs: tuple[bool, ...] = ()
         results: tuple[int | None, ...] = ()
         if backward_rule is not None:
-            tensors = dict(zip(self.spec.forward.tensor_names, args, strict=False))
-            requires_grad = {each: value is not None and value.requires_grad for each, value in tensors.items()}
-            needs = self.spec.wanted(requires_grad)
-            results = tuple(self.spec.result_for(each) if wants else None for each, wants in requires_grad.items())
+            needs, results = self._wanted(args)
             call, grad_metas = self._backward_call(metas, needs)
             backward = _select(call, layer, backward_rule)
             backward_count = self.count(BACKWARD, backward.chosen)
@@ -212,6 +216,27 @@ class Op:
         plan.check_first_results(self.spec)
         now.remember(key, plan)
         return plan
+
+    def traced_plan(self, rule: Rule, layer: str, args: tuple[Any, ...]) -> Plan:
+        """What `rule` selects for tensors that a tracer looks at. Kept nowhere, counted nowhere.
+
+        Raises:
+            Refused: nothing that it names can run a phase.
+        """
+        metas = tuple(_traced_meta(value) if isinstance(value, torch.Tensor) else value for value in args)
+        forward = _select(_call(self.spec, FORWARD, metas), layer, rule)
+        if self.spec.backward is None:
+            return Plan(forward, Counter(), None, None, (), (), ())
+        needs, results = self._wanted(args)
+        call, grad_metas = self._backward_call(metas, needs)
+        return Plan(forward, Counter(), _select(call, layer, rule), Counter(), grad_metas, needs, results)
+
+    def _wanted(self, args: tuple[Any, ...]) -> tuple[tuple[bool, ...], tuple[int | None, ...]]:
+        """`needs` and `results` of a plan."""
+        tensors = dict(zip(self.spec.forward.tensor_names, args, strict=False))
+        requires_grad = {each: value is not None and value.requires_grad for each, value in tensors.items()}
+        results = tuple(self.spec.result_for(each) if wants else None for each, wants in requires_grad.items())
+        return self.spec.wanted(requires_grad), results
 
     def _backward_call(self, metas: tuple[Any, ...], wanted: tuple[bool, ...]) -> tuple[Call, tuple[TensorMeta, ...]]:
         """The backward call that belongs to a forward call, as far as it is known before forward ran."""
@@ -228,23 +253,12 @@ class Op:
 
 
 def _check_transforms(name: str, tensors: tuple[Any, ...]) -> None:
-    """Refuse the transforms for which the operator would give a wrong answer or an incomprehensible error."""
+    """Refuse forward-mode differentiation, for which the operator would give a wrong answer."""
     if forward_ad._current_level >= 0 and any(
         isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
         for tensor in tensors
     ):
-        raise DerivativeError(
-            f"{name} was called under forward-mode differentiation (jvp, dual numbers); Triptych's kernels have a "
-            f"reverse-mode derivative only. Where a forward-mode one is needed, compute this layer with "
-            f"torch.nn.functional."
-        )
-    transform = torch._C._functorch.peek_interpreter_stack()
-    if transform is not None and transform.key() == torch._C._functorch.TransformType.Grad:
-        raise DerivativeError(
-            f"{name} was called under torch.func.grad or a transform built on it; Triptych's kernels are "
-            f"differentiated by torch.autograd (backward, torch.autograd.grad) only. Use those, or torch.nn.functional "
-            f"for this layer."
-        )
+        raise DerivativeError(forward_mode_text(name))
 
 
 def _select(call: Call, layer: str, rule: Rule) -> Decision:
@@ -278,6 +292,11 @@ def _kind(value: Any) -> Any:
 
 def _meta(value: Any) -> Any:
     return TensorMeta.of(value) if isinstance(value, torch.Tensor) else value
+
+
+def _traced_meta(tensor: torch.Tensor) -> TensorMeta:
+    """The metadata of a tensor that may have no memory, and so no address."""
+    return TensorMeta(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
 
 
 def _expected(spec: OpSpec, phase: str, args: tuple[Any, ...]) -> tuple[TensorMeta, ...]:
@@ -315,6 +334,8 @@ def define(spec: OpSpec) -> Op:
         return _live[spec.name]
     op = _live[spec.name] = Op(spec)
     operator.define(op)
+    inline.define(op)
+    caches.declare(spec)
     return op
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from triptych import files
+from triptych import compile_mode, files
 from triptych.errors import EnvironmentVariableError, PolicyError, nearest
 from triptych.policy import Policy, parse
 
@@ -23,10 +23,12 @@ PREFIX = "TRIPTYCH_"
 
 VARIABLES: dict[str, str] = {
     "TRIPTYCH_BACKEND": "policy rules, separated by ';'",
+    "TRIPTYCH_COMPILE": "opaque or inline: whether torch.compile traces through the ops that run on torch or auto",
     "TRIPTYCH_TRACE": "a file that receives one JSON line for each phase of each call",
     "TRIPTYCH_SYNC": "1: wait for the device after each phase, so that a device error is raised where it happened",
     "TRIPTYCH_CHECK": "nonfinite, or mismatch:RTOL:POLICY; several separated by '|'",
     "TRIPTYCH_FINDINGS": "a file that receives one JSON line for each finding of a check",
+    "TRIPTYCH_ENDS": "a file that receives one JSON line when a process begins, raises or ends",
     "TRIPTYCH_CAPTURE": "DIRECTORY|SELECTOR: store the inputs of the calls that the selector selects, before they run",
     "TRIPTYCH_CACHE": "the directory in which native parts are built and kept",
 }
@@ -44,7 +46,7 @@ _log = logging.getLogger("triptych.environment")
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
-    """Raise EnvironmentVariableError when a TRIPTYCH_ variable is unknown or TRIPTYCH_SYNC is neither 0 nor 1."""
+    """Raise EnvironmentVariableError when a TRIPTYCH_ variable is unknown or a switch has no valid value."""
     for name in sorted(environ):
         if name.startswith(PREFIX) and name not in VARIABLES:
             raise EnvironmentVariableError(
@@ -55,6 +57,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
         raise EnvironmentVariableError(
             f"TRIPTYCH_SYNC is {environ['TRIPTYCH_SYNC']!r}. It takes 1 (wait after each phase) or 0 (do not)."
         )
+    compile_mode.from_environment(environ)
 
 
 def policy(environ: Mapping[str, str], *, backends: Iterable[str], ops: Iterable[str]) -> Policy:

@@ -102,3 +102,18 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if not names:
         return "None are installed."
     return f"Known: {', '.join(names)}."
+
+
+def second_derivative_text(name: str) -> str:
+    return (
+        f"{name} was differentiated twice; Triptych's kernels have a first derivative only. Where a second one is "
+        f"needed, compute this layer with torch.nn.functional."
+    )
+
+
+def forward_mode_text(name: str) -> str:
+    return (
+        f"{name} was called under forward-mode differentiation (jvp, dual numbers); Triptych's kernels have a "
+        f"reverse-mode derivative only. Where a forward-mode one is needed, compute this layer with "
+        f"torch.nn.functional."
+    )

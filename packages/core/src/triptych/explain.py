@@ -1,17 +1,37 @@
-"""Why a call would run where it would: the decision record, without running anything."""
+"""Why a call would run where it would: the decision record, and how torch.compile sees it. Nothing runs."""
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from triptych import dispatch, registry
+from triptych import compile_mode, dispatch, inline, registry, scope
 from triptych.call import BACKWARD, FORWARD, PHASES, TensorMeta
 from triptych.checking import check_scalars
 from triptych.errors import UsageError, nearest
 from triptych.opspec import OpSpec
 from triptych.select import Decision
+
+
+@dataclass(frozen=True)
+class Explanation(Decision):
+    """A decision, and how torch.compile would see the call.
+
+    Attributes:
+        mode: the compile mode in force, and where it was asked for.
+        opaque: why torch.compile would not look into the call; "" where it would trace through it. Then the `torch`
+            backend's implementation runs, and tools and counters do not see the call.
+    """
+
+    mode: compile_mode.Mode
+    opaque: str
+
+    def to_json(self) -> dict[str, Any]:
+        told = {"mode": self.mode.name, "source": self.mode.source, "opaque": self.opaque}
+        return {**super().to_json(), "compile": told}
 
 
 def spec_of(op: str) -> OpSpec:
@@ -26,7 +46,7 @@ def spec_of(op: str) -> OpSpec:
     return registry.ops.get(op)
 
 
-def explain(op: str, *args: Any, phase: str = FORWARD, layer: str = "") -> Decision:
+def explain(op: str, *args: Any, phase: str = FORWARD, layer: str = "") -> Explanation:
     """The decision for a call of `op` under the policy in force. Nothing runs and nothing is counted.
 
     Args:
@@ -53,4 +73,9 @@ def explain(op: str, *args: Any, phase: str = FORWARD, layer: str = "") -> Decis
         if not isinstance(meta, TensorMeta) and not (meta is None and name.endswith("?")):
             raise UsageError(f"{op}: {name} is {meta!r}. It must be a tensor or a triptych.call.TensorMeta.")
     check_scalars(spec, metas[len(names) :])
-    return dispatch.define(spec).decide(layer, metas, phase)
+    decision = dispatch.define(spec).decide(layer, metas, phase)
+    mode = scope.current().mode
+    opaque = inline.against(op, layer) if mode.name == compile_mode.INLINE else f"the compile mode is {mode.name}"
+    return Explanation(
+        **{each.name: getattr(decision, each.name) for each in dataclasses.fields(decision)}, mode=mode, opaque=opaque
+    )

@@ -6,40 +6,59 @@ it runs, so that a policy switch needs no recompile. The forward operator return
 
 In eager mode backward selects under the policy that was in force in forward. In a compiled or exported graph only
 operator outputs pass from forward to backward; there backward follows the policy that is in force when it runs.
+
+torch.func differentiates no operator whose derivative is written in Python. Under its transforms a phase is therefore
+an autograd function around the operator, with the same derivative and a rule for vmap.
 """
 
 from __future__ import annotations
 
 import contextlib
+import types
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from triptych import scope
+from triptych import batching, scope
 from triptych.call import BACKWARD, FORWARD
-from triptych.errors import DerivativeError
+from triptych.errors import DerivativeError, forward_mode_text, second_derivative_text
 from triptych.opspec import OpSpec, Tensors
+from triptych.sharding import arrival
 
 if TYPE_CHECKING:
     from triptych.dispatch import Op
 
 _library = torch.library.Library("triptych", "FRAGMENT")  # type: ignore[no-untyped-call]
+_functions: dict[str, type[torch.autograd.Function]] = {}
+"""By operator, what stands for it under the transforms of torch.func."""
 
 
 def define(op: Op) -> None:
     """Define the operators of `op`."""
     for phase in op.spec.phases:
         _define_phase(op, phase)
+        _define_vmap(op.spec, phase)
     if op.spec.backward is None:
         _define_no_gradient(op.spec)
     else:
         _define_autograd(op)
+    arrival.define(op.spec)
 
 
 def run(spec: OpSpec, phase: str, args: tuple[Any, ...], layer: str) -> Tensors:
     """A phase as its operator; all its outputs."""
-    outputs = getattr(torch.ops.triptych, spec.operator_name(phase)).default(*args, layer)
-    return (outputs,) if len(spec.phase(phase).outputs) == 1 else tuple(outputs)
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        return _tuple(_functions[spec.operator_name(phase)].apply(*args, layer))  # type: ignore[no-untyped-call]
+    return _run_bare(spec, phase, args, layer)
+
+
+def _run_bare(spec: OpSpec, phase: str, args: tuple[Any, ...], layer: str) -> Tensors:
+    return _tuple(getattr(torch.ops.triptych, spec.operator_name(phase)).default(*args, layer))
+
+
+def _tuple(outputs: Any) -> Tensors:
+    return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
 
 
 def _alone(outputs: Tensors) -> Any:
@@ -65,9 +84,46 @@ def _define_phase(op: Op, phase: str) -> None:
     torch.library.register_fake(f"triptych::{name}", empty, lib=_library)
 
 
-def _define_autograd(op: Op) -> None:
-    from triptych.autograd import second_derivative_text
+def _define_vmap(spec: OpSpec, phase: str) -> None:
+    rule = _vmap_rule(spec, phase, _run_bare)
+    torch.library.register_vmap(f"triptych::{spec.operator_name(phase)}", rule, lib=_library)
 
+
+def _vmap_rule(spec: OpSpec, phase: str, run: Callable[..., Tensors]) -> Callable[..., Any]:
+    def single(*args: Any) -> Tensors:
+        return run(spec, phase, args[:-1], args[-1])
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        outputs, dims = batching.one_by_one(spec.operator_name(phase), info, in_dims, args, single)
+        return (outputs[0], dims[0]) if len(outputs) == 1 else (outputs, dims)
+
+    return rule
+
+
+def _register_derivative(spec: OpSpec, phase: str, setup_context: Any, backward: Any) -> None:
+    """Give a phase its derivative: as an operator, and as the function that stands for it under torch.func."""
+    name = spec.operator_name(phase)
+    torch.library.register_autograd(f"triptych::{name}", backward, setup_context=setup_context, lib=_library)
+
+    def forward(*args: Any) -> Any:
+        return _alone(run(spec, phase, args[:-1], args[-1]))
+
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise DerivativeError(forward_mode_text(name))
+
+    members = {
+        "forward": forward,
+        "setup_context": setup_context or (lambda ctx, inputs, output: None),
+        "backward": backward,
+        "vmap": _vmap_rule(spec, phase, run),
+        "jvp": jvp,
+    }
+    body = {key: staticmethod(function) for key, function in members.items()}
+    bases = (torch.autograd.Function,)
+    _functions[name] = types.new_class(f"triptych.{name}", bases, exec_body=lambda members: members.update(body))
+
+
+def _define_autograd(op: Op) -> None:
     spec = op.spec
     names = spec.forward.tensor_names
     count, kept = len(names), len(spec.differentiable)
@@ -105,10 +161,8 @@ def _define_autograd(op: Op) -> None:
     def refuse(ctx: Any, *grads: Any) -> Any:
         raise DerivativeError(second_derivative_text(spec.name))
 
-    torch.library.register_autograd(
-        f"triptych::{spec.operator_name(FORWARD)}", backward, setup_context=setup_context, lib=_library
-    )
-    torch.library.register_autograd(f"triptych::{spec.operator_name(BACKWARD)}", refuse, lib=_library)
+    _register_derivative(spec, FORWARD, setup_context, backward)
+    _register_derivative(spec, BACKWARD, None, refuse)
 
 
 def _define_no_gradient(spec: OpSpec) -> None:
@@ -120,6 +174,4 @@ def _define_no_gradient(spec: OpSpec) -> None:
     def refuse(ctx: Any, *grads: Any) -> Any:
         raise AssertionError(f"{spec.name} has no backward")
 
-    torch.library.register_autograd(
-        f"triptych::{spec.operator_name(FORWARD)}", refuse, setup_context=setup_context, lib=_library
-    )
+    _register_derivative(spec, FORWARD, setup_context, refuse)

@@ -19,6 +19,7 @@ import torch
 
 from triptych.call import BACKWARD, FORWARD, Scalar
 from triptych.errors import PluginError
+from triptych.sharding.rule import Sharding
 
 Tensors = tuple[torch.Tensor, ...]
 PhaseFunction = Callable[..., Tensors]
@@ -110,6 +111,7 @@ class OpSpec:
         varying: float scalars of forward that may take a new value with every call, as a schedule makes them. A backend
             must not decide by them whether it can run, except by whether they are positive.
         gradients: for each output of backward, the forward inputs whose gradient it is.
+        sharding: how a call is split over the processes of a mesh (DTensor); without it, operands are gathered.
         typical: called with (shape, dtype, device); returns the forward arguments of an ordinary call whose first
             tensor is that, with a TensorMeta in place of each tensor. For `triptych explain`.
         samples: the op's grid of cases for the conformance suite.
@@ -129,6 +131,7 @@ class OpSpec:
     remade: tuple[str, ...] = ()
     varying: tuple[str, ...] = ()
     gradients: tuple[tuple[str, ...], ...] = ()
+    sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
         problem = self._problem()
@@ -159,6 +162,24 @@ class OpSpec:
         unknown = [name for name in self.varying if name not in floats]
         if unknown:
             return f"it lets {', '.join(unknown)} vary, which is no float scalar of forward."
+        return self._problem_of_sharding()
+
+    def _problem_of_sharding(self) -> str:
+        if self.sharding is None:
+            return ""
+        phases = [self.phase(name) for name in self.phases]
+        for name, phase in zip(self.phases, phases, strict=True):
+            if problem := self.sharding.problem(name, len(phase.tensors), len(phase.outputs)):
+                return problem
+        known = {name for phase in phases for name in phase.tensor_names}
+        named = (*self.sharding.decides, *self.sharding.stays, *self.sharding.weights)
+        unknown = [name for name in named if name not in known]
+        if unknown:
+            return f"its sharding rule speaks of {', '.join(unknown)}, which no phase takes."
+        if self.sharding.tiles and self.sharding.tiles not in self.forward.scalar_names:
+            return (
+                f"its sharding rule takes {self.sharding.tiles} for the number of tiles, which is no scalar of forward."
+            )
         return ""
 
     @property

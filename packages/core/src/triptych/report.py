@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from triptych import dispatch, scope
+from triptych import dispatch, inline, scope
 
 
 @dataclass(frozen=True)
@@ -25,20 +25,27 @@ class Report:
     Attributes:
         rows: by op, phase and backend.
         policy: the rules in force, as text.
+        compile_mode: how torch.compile sees ops, and where that was asked for, as text.
+        inlined: ops that torch.compile has traced through. Their compiled calls are not in `rows`.
         notes: what a reader should know, such as a policy variable that was changed too late to count.
     """
 
     rows: tuple[Row, ...]
     policy: str
+    compile_mode: str
+    inlined: tuple[str, ...]
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [f"policy: {self.policy}"]
+        lines = [f"policy: {self.policy}", f"compile mode: {self.compile_mode}"]
         for row in self.rows:
             times = "1 call" if row.calls == 1 else f"{row.calls} calls"
             lines.append(f"{row.op}.{row.phase} ran on {row.backend}: {times}")
         if not self.rows:
             lines.append("no op was called")
+        if self.inlined:
+            names = ", ".join(self.inlined)
+            lines.append(f"torch.compile traced through {names}; what runs inside its graphs is not counted")
         return "\n".join((*lines, *self.notes))
 
 
@@ -50,7 +57,8 @@ def report() -> Report:
         for (phase, backend), calls in op.counts().items()
         if calls
     ]
-    return Report(tuple(rows), str(scope.current().policy), _notes())
+    now = scope.current()
+    return Report(tuple(rows), str(now.policy), str(now.mode), inline.traced_ops(), _notes())
 
 
 def calls(op: str, phase: str) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
-from triptych import environment, registry
+from triptych import compile_mode, environment, registry
 from triptych.errors import EnvironmentVariableError, UsageError
 from triptych.policy import Policy, parse
 
@@ -30,14 +30,17 @@ R = TypeVar("R")
 
 
 class Scope:
-    """A policy and the selections that were made under it."""
+    """A policy with the selections that were made under it, and how torch.compile sees ops."""
 
-    __slots__ = ("__weakref__", "_children", "plans", "policy")
+    __slots__ = ("__weakref__", "_children", "_inlining", "_ranked", "mode", "plans", "policy")
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, mode: compile_mode.Mode = compile_mode.DEFAULT) -> None:
         self.policy = policy
+        self.mode = mode
         self.plans: dict[Any, Any] = {}
-        self._children: dict[tuple[str, str], Scope] = {}
+        self._children: dict[tuple[str, str, compile_mode.Mode], Scope] = {}
+        self._inlining: dict[int, str] = {}
+        self._ranked = any(rule.ranks is not None for rule in policy.rules)
         with _lock:
             _scopes.add(self)
 
@@ -47,16 +50,25 @@ class Scope:
             self.plans.clear()
         self.plans[key] = plan
 
-    def extended(self, rules: str, source: str) -> Scope:
-        """The scope in which `rules` lie over this one's."""
-        child = self._children.get((rules, source))
+    def extended(self, rules: str, source: str, mode: compile_mode.Mode | None = None) -> Scope:
+        """The scope in which `rules` lie over this one's, with another compile mode if one is given."""
+        mode = mode or self.mode
+        child = self._children.get((rules, source, mode))
         if child is None:
             parsed = parse(rules, source, backends=registry.backends.names(), ops=registry.ops.names())
-            child = Scope(self.policy.extended(parsed))
+            child = Scope(self.policy.extended(parsed), mode)
             if len(self._children) >= _LIMIT:
                 self._children.clear()
-            self._children[rules, source] = child
+            self._children[rules, source, mode] = child
         return child
+
+    def inlining(self) -> str:
+        """Which ops torch.compile traces through, were no tool on: `compile_mode.sites`."""
+        number = rank() if self._ranked else 0
+        known = self._inlining.get(number)
+        if known is None:
+            known = self._inlining[number] = compile_mode.sites(self.policy, self.mode, number)
+        return known
 
     def forget(self) -> None:
         """Drop what was selected and parsed: which backends and ops there are has changed."""
@@ -93,10 +105,11 @@ def process_scope() -> Scope:
         if _process is None:
             text = os.environ.get("TRIPTYCH_BACKEND", "")
             policy = environment.policy(os.environ, backends=registry.backends.names(), ops=registry.ops.names())
+            mode = compile_mode.from_environment(os.environ)
             from triptych import tools  # which import this module
 
             tools.install_from_environment(policy)
-            _process, _environment_text = Scope(policy), text
+            _process, _environment_text = Scope(policy, mode), text
         return _process
 
 
@@ -104,7 +117,9 @@ class use(contextlib.ContextDecorator):  # noqa: N801 - used like a function
     """Put policy `rules` over the policy in force, for the length of a block or of a decorated function.
 
     Args:
-        rules: the grammar of TRIPTYCH_BACKEND; see `triptych.policy`.
+        rules: the grammar of TRIPTYCH_BACKEND; see `triptych.policy`. May be left out if `compile` is given.
+        compile: how torch.compile sees the ops that are called inside: "opaque" or "inline"; see
+            `triptych.compile_mode`. None leaves that as it is.
 
     Blocks nest; leaving one restores what was in force before, whatever happened inside. A block holds for the thread
     (or asyncio task) that entered it. Backward of a call made inside runs as the block said, also after it has ended.
@@ -112,17 +127,19 @@ class use(contextlib.ContextDecorator):  # noqa: N801 - used like a function
     Raises:
         PolicyError: the rules do not parse, or name an op, backend or phase that does not exist. Raised at once, not
             when the block is entered.
+        UsageError: neither rules nor a mode, or not a mode that there is. At once, too.
 
     Example:
         >>> with triptych.use("triton;rms_norm.backward=torch"):
         ...     loss = model(batch)
     """
 
-    def __init__(self, rules: str) -> None:
-        if not isinstance(rules, str):
+    def __init__(self, rules: str | None = None, *, compile: str | None = None) -> None:
+        if not isinstance(rules, str) and (rules is not None or compile is None):
             raise UsageError(f'triptych.use takes rules as a string, for example "torch"; {rules!r} is none.')
-        self.rules = rules
-        current().extended(rules, "triptych.use")
+        self.rules = rules or ""
+        self._mode = None if compile is None else compile_mode.from_use(compile)
+        current().extended(self.rules, "triptych.use", self._mode)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:  # type: ignore[override]
         """Decorate a function: each of its calls runs in a block of its own.
@@ -134,12 +151,17 @@ class use(contextlib.ContextDecorator):  # noqa: N801 - used like a function
         if any(getattr(inspect, kind)(function) for kind in kinds):
             raise UsageError(
                 f"triptych.use cannot decorate {function.__qualname__}: what it does happens after the call has "
-                f"returned, when the block has ended. Write `with triptych.use({self.rules!r}):` inside it."
+                f"returned, when the block has ended. Write `with triptych.use({self._arguments()}):` inside it."
             )
         return super().__call__(function)
 
+    def _arguments(self) -> str:
+        """As a program writes them."""
+        mode = "" if self._mode is None else f"compile={self._mode.name!r}"
+        return ", ".join(part for part in (repr(self.rules) if self.rules or not mode else "", mode) if part)
+
     def __enter__(self) -> None:
-        scope = current().extended(self.rules, "triptych.use")
+        scope = current().extended(self.rules, "triptych.use", self._mode)
         _outer.set((*_outer.get(), _used.get()))
         _used.set(scope)
 
@@ -160,15 +182,16 @@ def within(scope: Scope) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def process_policy(rules: str) -> Iterator[None]:
-    """Put policy `rules` over the policy of the whole process, for the length of a block.
+def process_policy(rules: str, *, compile: str | None = None) -> Iterator[None]:
+    """Put policy `rules`, and a compile mode, over those of the whole process, for the length of a block.
 
     For tools and tests that must reach threads they did not start, autograd's among them, where no `use` is visible.
     Not to be entered by two threads at once.
     """
     global _process
     before = process_scope()
-    _process = before.extended(rules, "triptych.scope.process_policy")
+    mode = None if compile is None else compile_mode.from_use(compile)
+    _process = before.extended(rules, "triptych.scope.process_policy", mode)
     try:
         yield
     finally:

@@ -42,8 +42,10 @@ if TYPE_CHECKING:
     from triptych.dispatch import Op
 
 
-def write(op: Op, backward: Callable[..., Any]) -> Callable[..., Any]:
+def write(op: Op, backward: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The function `call(layer, *tensors, *scalars)` of an op: returns its one differentiable output, or a tuple.
+
+    And `apply((plan, index, backward_index, scalars), *tensors)`, the op's autograd function, which runs a plan.
 
     Args:
         op: what to do about a signature that has no plan yet, and about everything that is not a plain eager tensor.
@@ -79,7 +81,7 @@ def write(op: Op, backward: Callable[..., Any]) -> Callable[..., Any]:
     }
     exec(compile(call_source(op.spec), f"<call of {name}>", "exec"), namespace)
     call: Callable[..., Any] = namespace["call"]
-    return call
+    return call, function.apply
 
 
 def _observed() -> bool:

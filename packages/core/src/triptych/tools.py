@@ -6,12 +6,13 @@ them too: a forked one has them already, a spawned one reads the same environmen
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from triptych import capture, environment, intercept, registry
+from triptych import capture, ends, environment, intercept, registry
 from triptych.checks import Mismatch, NonFinite, forget, parse_checks, recorder
 from triptych.errors import EnvironmentVariableError, TriptychError
 from triptych.jsonlines import Appender
@@ -35,6 +36,7 @@ class Settings:
     sync: bool
     check: str
     findings: Path | None
+    ends: Path | None
     capture: capture.Request | None
 
 
@@ -48,18 +50,23 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     check = environ.get("TRIPTYCH_CHECK", "")
     parse_checks(check, forget)
     wanted = environ.get("TRIPTYCH_CAPTURE", "")
-    trace, findings = _path(environ, "TRIPTYCH_TRACE"), _path(environ, "TRIPTYCH_FINDINGS")
-    if trace is not None and findings is not None and os.path.realpath(trace) == os.path.realpath(findings):
-        raise EnvironmentVariableError(
-            f"TRIPTYCH_TRACE and TRIPTYCH_FINDINGS both name {str(trace)!r}. Name a file for each."
-        )
+    files = {name: _path(environ, name) for name in ("TRIPTYCH_TRACE", "TRIPTYCH_FINDINGS", ends.VARIABLE)}
+    for (one, path), (other, second) in itertools.combinations(files.items(), 2):
+        if path is not None and second is not None and os.path.realpath(path) == os.path.realpath(second):
+            raise EnvironmentVariableError(f"{one} and {other} both name {str(path)!r}. Name a file for each.")
     return Settings(
-        trace=trace,
+        trace=files["TRIPTYCH_TRACE"],
         sync=environ.get("TRIPTYCH_SYNC", "") == "1",
         check=check,
-        findings=findings,
+        findings=files["TRIPTYCH_FINDINGS"],
+        ends=files[ends.VARIABLE],
         capture=capture.parse_request(wanted, registry.ops.names()) if wanted else None,
     )
+
+
+def see_calls(settings: Settings) -> bool:
+    """Whether something is asked for that must see every call."""
+    return bool(settings.trace or settings.sync or settings.check or settings.capture)
 
 
 def check_places(settings: Settings) -> None:
@@ -74,6 +81,8 @@ def check_places(settings: Settings) -> None:
         Appender(settings.trace, "TRIPTYCH_TRACE").close()
     if settings.findings is not None:
         Appender(settings.findings, "TRIPTYCH_FINDINGS").close()
+    if settings.ends is not None:
+        Appender(settings.ends, ends.VARIABLE).close()
     if settings.capture is not None:
         capture.make_directory(settings.capture.directory)
 
@@ -101,6 +110,8 @@ def install_from_environment(policy: Policy) -> None:
 
 def _install(settings: Settings, policy: Policy) -> None:
     """From the inside out: sync next to the kernel, then the checks, then what must be on disk before the launch."""
+    if settings.ends is not None:
+        ends.at_work(settings.ends)
     if settings.sync:
         _add(Synchroniser())
     checks: tuple[NonFinite | Mismatch, ...] = ()

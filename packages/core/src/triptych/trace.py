@@ -9,7 +9,12 @@ Three kinds of lines, schema 1:
     {"kind": "decision", "pid", "decision": n, ...the record of the decision, as in `triptych explain`}
     {"kind": "call", "op", "phase", "layer", "call", "backend", "pid", "rank", "thread", "decision": n}
 
-A process writes its header before its first other line, a decision before the first call that it decided.
+A process writes its header before its first other line, a decision before the first call that it decided. All ranks of
+a job write to one file: lines of several processes do not mix, those of one process stand in the order of its calls.
+`rank` is that of the moment: a process that calls an op before its process group is there, with no RANK to say who it
+is, is rank 0 until then. How processes ended is recorded in a file of its own (`triptych.ends`).
+
+The schema's number changes with any field or kind, also one that is added: what wrote a trace is what reads it.
 """
 
 from __future__ import annotations
@@ -169,13 +174,23 @@ class Trace:
 
 @dataclass(frozen=True)
 class Total:
-    """How many calls of one phase of one op ran on one backend, in how many processes."""
+    """How many calls of one phase of one op ran on one backend, in how many processes.
+
+    Attributes:
+        ranks: pairs (rank, calls), where the trace has several ranks; those that made none included.
+    """
 
     op: str
     phase: str
     backend: str
     calls: int
     processes: int
+    ranks: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def differs(self) -> bool:
+        """Whether some rank made more of these calls than another."""
+        return len({calls for _, calls in self.ranks}) > 1
 
 
 def read(path: Path, start: int = 0) -> Trace:
@@ -215,7 +230,13 @@ def totals(trace: Trace) -> tuple[Total, ...]:
     counts = Counter((call.op, call.phase, call.backend) for call in trace.calls)
     pids = {(call.op, call.phase, call.backend, call.pid) for call in trace.calls}
     processes = Counter(each[:3] for each in pids)
-    return tuple(Total(*each, counts[each], processes[each]) for each in sorted(counts))
+    ranked = Counter((call.op, call.phase, call.backend, call.rank) for call in trace.calls)
+    ranks = sorted({call.rank for call in trace.calls} | {process.rank for process in trace.processes})
+    several = ranks if len(ranks) > 1 else []
+    return tuple(
+        Total(*each, counts[each], processes[each], tuple((rank, ranked[*each, rank]) for rank in several))
+        for each in sorted(counts)
+    )
 
 
 def _process(line: dict[str, Any]) -> ProcessRecord:

@@ -11,7 +11,7 @@
 Names and meanings are those of aihwkit-lightning 2.1; `from_lightning` takes over its configurations.
 """
 
-from triptych.analog.calibration import InputRangeCalibrationType, calibrate_input_ranges
+from triptych.analog.calibration import calibrate_input_ranges
 from triptych.analog.clipping import clip_weights
 from triptych.analog.config import (
     AnalogConfig,
@@ -29,7 +29,9 @@ from triptych.analog.enums import WeightClipType, WeightNoiseInjectionType, Weig
 from triptych.analog.layer import AnalogLayer, named_analog_layers
 from triptych.analog.lightning import from_lightning
 from triptych.analog.linear import AnalogLinear
+from triptych.analog.observers import InputRangeCalibrationType
 from triptych.analog.quantizing import quantize_weights
+from triptych.analog.ranges import synchronise_ranges
 
 __all__ = [
     "AnalogConfig",
@@ -56,4 +58,5 @@ __all__ = [
     "from_lightning",
     "named_analog_layers",
     "quantize_weights",
+    "synchronise_ranges",
 ]

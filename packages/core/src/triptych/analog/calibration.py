@@ -3,45 +3,30 @@
 While it looks, every layer runs in evaluation mode on ideal converters: weights as in evaluation, but no input range,
 DAC, noise or ADC, so that a layer is calibrated on what its trained predecessors mean and not on what uncalibrated
 ranges leave of it. Tokens that are zero throughout are padding and count for nothing.
+
+Processes that train one model together calibrate it together: each gives its own batches, and all set the same ranges.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from triptych.analog import ranges, sharded
+from triptych.analog.clipping import is_deepspeed
 from triptych.analog.crossbar import circuit_of
 from triptych.analog.layer import AnalogLayer, named_analog_layers
+from triptych.analog.observers import InputRangeCalibrationType, observer_of
 from triptych.analog.settings import member
+from triptych.analog.state import RANGE
 from triptych.errors import ArgumentError
-from triptych.tiling import tile_slices
-
-
-class InputRangeCalibrationType(Enum):
-    """What an input range is set to. Quantiles and maxima are those of |x|."""
-
-    NONE = "None"
-    """Nothing: the ranges stay as they are."""
-
-    MOVING_STD = "MovingStd"
-    """The mean over the batches of `std_alpha` standard deviations."""
-
-    MOVING_QUANTILE = "MovingQuantile"
-    """The mean over the batches of the quantile."""
-
-    CACHE_QUANTILE = "CacheQuantile"
-    """The quantile of a sample of all tokens, kept in main memory."""
-
-    MAX = "Max"
-    """The largest magnitude."""
 
 
 def calibrate_input_ranges(
@@ -70,16 +55,19 @@ def calibrate_input_ranges(
             every time.
         std_alpha: for MOVING_STD; None means each layer's own init_std_alpha.
 
+    Under DistributedDataParallel, fully_shard and after `synchronise_ranges`, every process must call this, and ranges
+    are taken from the batches of all of them.
+
     Raises:
         ArgumentError: there is nothing to calibrate or nothing to calibrate it with, or a layer was given NaN or
-            infinities.
+            infinities, or has no input range and was sharded without one.
     """
     kind = _checked_kind(calibration_type)
     if kind is InputRangeCalibrationType.NONE:
         return
     _check_numbers(quantile, max_samples, std_alpha)
     layers = _layers(model)
-    observers = {layer: _observer(kind, layer, quantile, max_samples, std_alpha) for layer in layers.values()}
+    observers = {layer: observer_of(kind, layer, quantile, max_samples, std_alpha) for layer in layers.values()}
     batches = 0
     with ExitStack() as stack, torch.no_grad():
         stack.enter_context(_evaluating(model))
@@ -90,6 +78,11 @@ def calibrate_input_ranges(
         for batch in dataloader:
             _call(model, batch)
             batches += 1
+    for layer, observer in observers.items():
+        for group in ranges.groups_of(layer, model):
+            parts: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(parts, observer.seen(), group=group)
+            observer.take(parts)
     unseen = [path for path, layer in layers.items() if not observers[layer].batches]
     if len(unseen) == len(layers):
         raise ArgumentError(
@@ -97,8 +90,8 @@ def calibrate_input_ranges(
             f"a dataloader that yields some; an iterator that was used up yields none."
         )
     results = {layer: observer.ranges() for layer, observer in observers.items() if observer.batches}
-    for layer, ranges in results.items():
-        _set_ranges(layer, ranges)
+    for layer, found in results.items():
+        _set_ranges(layer, found)
     if unseen:
         warnings.warn(
             f"calibrate_input_ranges: {len(unseen)} of {len(layers)} analog layers have seen no input and keep what "
@@ -151,6 +144,19 @@ def _layers(model: nn.Module) -> dict[str, AnalogLayer]:
             "calibrate_input_ranges: every analog layer has a dynamic input range, taken from each token: there is "
             "nothing to calibrate. Convert the model with pre_post.input_range.dynamic=False for ranges that are."
         )
+    for path, each in layers.items():
+        if is_deepspeed(each.input_range):
+            raise ArgumentError(
+                f"calibrate_input_ranges: DeepSpeed keeps a master of the input range of {path!r}, from which the next "
+                f"step would make the old one again. Calibrate before deepspeed.initialize."
+            )
+        spread = sharded.mesh_of(each._parameters["weight"]) is not None or sharded.piece(each, "weight") is not None
+        if spread and each.input_range is None:
+            raise ArgumentError(
+                f"calibrate_input_ranges: {path!r} has no input range and its weight is spread over processes; a "
+                f"Parameter that is added now would belong to none of them. Calibrate before fully_shard or "
+                f"parallelize_module, or convert the model with pre_post.input_range.enable=True."
+            )
     return layers
 
 
@@ -194,7 +200,8 @@ def _observed(path: str, layer: AnalogLayer, observe: Callable[[int, Tensor], No
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs["input"]
         for group, inputs in enumerate(layer.crossbar_inputs(x.detach())):
-            rows = inputs.reshape(-1, inputs.shape[-1])
+            whole: Any = inputs if sharded.mesh_of(inputs) is None else inputs.full_tensor()  # type: ignore[attr-defined]
+            rows = whole.reshape(-1, whole.shape[-1])
             rows = rows[(rows != 0).any(-1)]
             if not torch.isfinite(rows).all():
                 raise ArgumentError(
@@ -219,7 +226,7 @@ def _observed(path: str, layer: AnalogLayer, observe: Callable[[int, Tensor], No
 
 
 @torch.no_grad()
-def _set_ranges(layer: AnalogLayer, ranges: list[float]) -> None:
+def _set_ranges(layer: AnalogLayer, found: list[float]) -> None:
     """Give the layer these ranges, and an input range to hold them if it has none. A range of 0 is that of a tile that
     saw only zeros, and is left as it was. One beyond the parameter's dtype becomes its largest finite number, as in
     `input_range_update`: three deviations of float16 data may be, though no input is."""
@@ -227,135 +234,11 @@ def _set_ranges(layer: AnalogLayer, ranges: list[float]) -> None:
     if not config.pre_post.input_range.is_static:
         layer._adopt(config.replaced("pre_post.input_range.enable", True))
     assert layer.input_range is not None and layer.input_range_update_idx is not None
-    new = torch.tensor(ranges, dtype=torch.float64, device=layer.input_range.device)
-    new.clamp_(max=torch.finfo(layer.input_range.dtype).max)
-    layer.input_range.copy_(torch.where(new > 0, new, layer.input_range.double()))
+    old = sharded.whole(layer, RANGE)
+    new = torch.tensor(found, dtype=torch.float64, device=old.device).clamp_(max=torch.finfo(old.dtype).max)
+    new = torch.where(new > 0, new, old.double()).to(old.dtype)
+    sharded.write(layer, RANGE, new)
     layer.input_range_update_idx.fill_(config.pre_post.input_range.init_from_data)
     if layer.x_min is not None and layer.x_max is not None:
-        layer.x_max.copy_(layer.input_range)
-        layer.x_min.copy_(-layer.input_range)
-
-
-# --- what is remembered of the inputs ---------------------------------------------------------------------------------
-
-
-class _Observer(ABC):
-    """Sees the inputs of a layer's crossbars, in rows without padding, and makes a range of them for each tile."""
-
-    def __init__(self, layer: AnalogLayer) -> None:
-        self.groups, self.tiles = layer.crossbars, layer.tiles
-        self.batches = 0
-
-    def observe(self, group: int, rows: Tensor) -> None:
-        """Take in [R, N] of a group: R > 0."""
-        self.batches += 1
-        self.see(group, rows)
-
-    def parts(self, rows: Tensor) -> list[Tensor]:
-        """The columns of each tile."""
-        return [rows[:, columns] for columns in tile_slices(rows.shape[1], self.tiles)]
-
-    @abstractmethod
-    def see(self, group: int, rows: Tensor) -> None: ...
-
-    @abstractmethod
-    def ranges(self) -> list[float]:
-        """One for each tile, group by group."""
-
-
-class _Mean(_Observer):
-    """The mean over the batches of a statistic of each tile."""
-
-    def __init__(self, layer: AnalogLayer, statistic: Callable[[Tensor], float]) -> None:
-        super().__init__(layer)
-        self.statistic = statistic
-        self.sums = [0.0] * (self.groups * self.tiles)
-        self.counts = [0] * self.groups
-
-    def see(self, group: int, rows: Tensor) -> None:
-        self.counts[group] += 1
-        for tile, part in enumerate(self.parts(rows), start=group * self.tiles):
-            self.sums[tile] += self.statistic(part)
-
-    def ranges(self) -> list[float]:
-        return [total / max(self.counts[tile // self.tiles], 1) for tile, total in enumerate(self.sums)]
-
-
-class _Largest(_Observer):
-    """The largest magnitude of each tile."""
-
-    def __init__(self, layer: AnalogLayer) -> None:
-        super().__init__(layer)
-        self.largest = [0.0] * (self.groups * self.tiles)
-
-    def see(self, group: int, rows: Tensor) -> None:
-        for tile, part in enumerate(self.parts(rows), start=group * self.tiles):
-            self.largest[tile] = max(self.largest[tile], float(part.abs().max()))
-
-    def ranges(self) -> list[float]:
-        return self.largest
-
-
-class _Sample(_Observer):
-    """The quantile of a uniform sample of the rows: those with the smallest of random numbers, one drawn for each."""
-
-    def __init__(self, layer: AnalogLayer, quantile: float, size: int) -> None:
-        super().__init__(layer)
-        self.quantile, self.size = quantile, size
-        self.generator = torch.Generator().manual_seed(0)
-        self.kept: list[Tensor | None] = [None] * self.groups
-        self.keys = [torch.empty(0, dtype=torch.float64)] * self.groups
-
-    def see(self, group: int, rows: Tensor) -> None:
-        keys = torch.rand(rows.shape[0], generator=self.generator, dtype=torch.float64)
-        keys, chosen = keys.sort()
-        keys, chosen = keys[: self.size], chosen[: self.size]  # no more than that can stay
-        rows = rows[chosen.to(rows.device)].cpu()
-        kept = self.kept[group]
-        if kept is not None:
-            keys, chosen = torch.cat((self.keys[group], keys)).sort()
-            rows = torch.cat((kept, rows))[chosen[: self.size]]
-        self.keys[group], self.kept[group] = keys[: self.size], rows
-
-    def ranges(self) -> list[float]:
-        found: list[float] = []
-        for kept in self.kept:
-            parts = [] if kept is None else self.parts(kept)
-            found += [quantile_of(each, self.quantile) for each in parts] or [0.0] * self.tiles
-        return found
-
-
-def quantile_of(x: Tensor, quantile: float) -> float:
-    """The quantile of |x| over all elements, interpolated linearly; unlike torch.quantile, of any number of them."""
-    magnitudes = x.abs().flatten()
-    place = quantile * (magnitudes.numel() - 1)
-    below = min(int(place), magnitudes.numel() - 1)
-    low = float(magnitudes.kthvalue(below + 1).values)
-    if place == below:
-        return low
-    return low + (float(magnitudes.kthvalue(below + 2).values) - low) * (place - below)
-
-
-def _deviation(part: Tensor) -> float:
-    wide = part.double() if part.dtype is torch.float64 else part.float()
-    if wide.numel() < 2:
-        return 0.0
-    found = float(wide.std())
-    if math.isfinite(found):
-        return found
-    # The elements are finite, their squares are not: from 1.8e19 on in float32 on a GPU.
-    scale = float(wide.abs().max())
-    return float((wide / scale).std()) * scale
-
-
-def _observer(
-    kind: InputRangeCalibrationType, layer: AnalogLayer, quantile: float, max_samples: int, std_alpha: float | None
-) -> _Observer:
-    if kind is InputRangeCalibrationType.MOVING_STD:
-        alpha = layer.rpu_config.pre_post.input_range.init_std_alpha if std_alpha is None else std_alpha
-        return _Mean(layer, lambda part: alpha * _deviation(part))
-    if kind is InputRangeCalibrationType.MOVING_QUANTILE:
-        return _Mean(layer, lambda part: quantile_of(part, quantile))
-    if kind is InputRangeCalibrationType.CACHE_QUANTILE:
-        return _Sample(layer, quantile, max_samples)
-    return _Largest(layer)
+        sharded.put(layer.x_max, new)
+        sharded.put(layer.x_min, -new)

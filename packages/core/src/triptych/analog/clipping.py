@@ -40,6 +40,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from triptych.analog import sharded
 from triptych.analog.config import WeightClipParameter
 from triptych.analog.enums import WeightClipType
 from triptych.errors import UsageError
@@ -102,6 +103,8 @@ def settle(layer: Layer) -> None:
         if not torch.compiler.is_compiling():
             _warn_if_computed(layer)
         return
+    if sharded.piece(layer, _clipped_name(layer)) is not None:
+        return  # what FSDP gathered for this pass; an optimiser holds the piece that it comes from
     watched = _watch_of(layer)
     if not torch.compiler.is_compiling() and not (
         watched is not None and watched.listens and _watch_of(parameter) is watched
@@ -141,7 +144,7 @@ def clip_weights(model: nn.Module) -> None:
         if parameter is None or id(parameter) in done:
             continue
         done.add(id(parameter))
-        if _is_deepspeed(parameter):
+        if is_deepspeed(parameter):
             _clip_deepspeed(layer, parameter, only_if_changed=False)
         else:
             for values in _copies(parameter):
@@ -254,7 +257,7 @@ def _copies(parameter: nn.Parameter) -> tuple[Tensor, ...]:
 # --- DeepSpeed --------------------------------------------------------------------------------------------------------
 
 
-def _is_deepspeed(parameter: Tensor) -> bool:
+def is_deepspeed(parameter: object) -> bool:
     """Whether DeepSpeed keeps a float32 master of the parameter elsewhere: it marks the ones that it does."""
     return hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
 
@@ -329,7 +332,7 @@ class _Watch:
     def _gradient_arrived(self, parameter: Tensor) -> None:
         self.arrived = True
         held = self._holder is not None and self._holder() is not None
-        if not (self.due or held or _is_deepspeed(parameter)):
+        if not (self.due or held or is_deepspeed(parameter)):
             self.look(parameter)
             self.due = True
 
@@ -407,7 +410,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     found_inf = getattr(optimizer, "found_inf", None)  # a GradScaler's, to an optimiser that decides on the device
     in_deepspeed = any(frame.f_globals.get("__name__", "").startswith("deepspeed.") for frame in _stack())
     for layer, parameter, watched in _watched():
-        if in_deepspeed and _is_deepspeed(parameter):
+        if in_deepspeed and is_deepspeed(parameter):
             _clip_deepspeed(layer, parameter, only_if_changed=True)
         for values in _copies(parameter):
             changed = watched.arrived or values.grad is not None

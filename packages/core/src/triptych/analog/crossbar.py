@@ -1,11 +1,11 @@
 """The forward pass of one crossbar, which a linear layer has one of and a convolution one for each group.
 
-    while it calibrates: the input range follows the batch          input_range_update
     weights, clipped, discretised and with noise on them            analog_weight
     y = x W^T + b between DAC and ADC                               analog_linear
 
-Noise is drawn in training only. Nothing here waits for the device, and no Parameter is changed but the input range
-while it calibrates.
+Before that, while it calibrates, the input range follows the batch (input_range_update): the layer calls `calibrate`,
+through ranges.py. Noise is drawn in training only. Nothing here waits for the device, and no Parameter is changed but
+the input range while it calibrates.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch._C import _functorch as functorch
 
 from triptych import remake
 from triptych.analog.config import AnalogConfig
 from triptych.analog.enums import WeightClipType, WeightNoiseInjectionType, WeightQuantizationType
-from triptych.errors import ArgumentError, DerivativeError
+from triptych.errors import ArgumentError
 from triptych.ops.analog_linear import InputRangeMode, analog_linear
 from triptych.ops.analog_weight import Grain, analog_weight
 from triptych.ops.input_range_update import input_range_update
 from triptych.ops.tile_abs_max import tile_abs_max
+from triptych.sharding import arrival
 
 Tensor = torch.Tensor
 
@@ -125,11 +127,6 @@ def forward(circuit: Circuit, crossbar: Crossbar, x: Tensor, training: bool, lay
     """[..., N] to [..., C]."""
     noise: Grain = circuit.noise if training else "none"
     out_noise = circuit.out_noise if training else 0.0
-    calibrates = training and circuit.init_from_data > 0
-    if calibrates or noise != "none" or out_noise > 0 or _changes_weights(circuit, crossbar):
-        _check_transforms(layer)
-    if calibrates:
-        calibrate(circuit, crossbar, x, layer)
     input_range = crossbar.input_range if circuit.mode in ("learned", "fast") else None
     if input_range is not None and torch.is_grad_enabled():
         # The next forward may calibrate the Parameter before the backward of this one, which needs what this one had.
@@ -166,24 +163,16 @@ def _changes_weights(circuit: Circuit, crossbar: Crossbar) -> bool:
     return crossbar.clip is not None or circuit.quantization != "none"
 
 
-def _check_transforms(layer: str) -> None:
-    """Raise inside torch.func.vmap and jvp, which have no rule for what a layer does beside its product."""
-    if torch.compiler.is_compiling():
+def check_transforms(layer: str) -> None:
+    """Raise inside torch.func.vmap: one range cannot follow many batches at once."""
+    if torch.compiler.is_compiling() or functorch.peek_interpreter_stack() is None:
         return
-    transform = torch._C._functorch.peek_interpreter_stack()
-    if transform is None:
-        return
-    title = f"Analog layer {layer!r}" if layer else "An analog layer"
-    if transform.key() == torch._C._functorch.TransformType.Vmap:
+    if any(each.key() == functorch.TransformType.Vmap for each in functorch.get_interpreter_stack() or ()):
+        title = f"Analog layer {layer!r}" if layer else "An analog layer"
         raise ArgumentError(
-            f"{title} was called inside torch.func.vmap while it draws noise, changes its weights or calibrates its "
-            f"input range; vmap can only go through the plain product. Give it the batch as leading dimensions of its "
-            f"input, or call it in evaluation with neither discretised weights nor a learned clip."
-        )
-    if transform.key() == torch._C._functorch.TransformType.Jvp:
-        raise DerivativeError(
-            f"{title} was called inside torch.func.jvp; Triptych's kernels have no forward-mode derivative. Use "
-            f"loss.backward() or torch.autograd.grad."
+            f"{title} was called inside torch.func.vmap while it calibrates its input range, which every batch changes "
+            f"in place. Set pre_post.input_range.init_from_data to 0 in its rpu_config once it is calibrated, or call "
+            f"it in evaluation."
         )
 
 
@@ -191,14 +180,8 @@ def _check_transforms(layer: str) -> None:
 
 
 def calibrate(circuit: Circuit, crossbar: Crossbar, x: Tensor, layer: str) -> None:
-    """Let the input range, its count and its extremes follow one more batch, in place.
-
-    What runs inside a backward pass is a forward that activation checkpointing does a second time: its batch has been
-    counted.
-    """
+    """Let the input range, its count and its extremes follow one more batch, in place."""
     compiling = torch.compiler.is_compiling()
-    if not compiling and _recomputing():
-        return
     assert crossbar.input_range is not None and crossbar.batches is not None
     state = (crossbar.input_range, crossbar.batches, crossbar.x_min, crossbar.x_max)
     stored = [each.detach() for each in state if each is not None]
@@ -222,7 +205,8 @@ def calibrate(circuit: Circuit, crossbar: Crossbar, x: Tensor, layer: str) -> No
                 old.copy_(new)
 
 
-def _recomputing() -> bool:
+def recomputing() -> bool:
+    """Whether this runs inside a backward pass, where a forward is one that activation checkpointing does again."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -231,7 +215,7 @@ def _calibrated(old: Tensor, new: Tensor) -> None:
 
     An operator, because what a compiled graph is run for is known only when it runs.
     """
-    if not _recomputing():
+    if not recomputing():
         old.copy_(new)
 
 
@@ -241,6 +225,7 @@ _library.define(  # type: ignore[no-untyped-call]
 )
 _library.impl("calibrated", _calibrated, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("triptych::calibrated", lambda old, new: None, lib=_library)
+arrival.define_in_place("calibrated")
 
 
 # --- the weights ----------------------------------------------------------------------------------------------------
@@ -252,7 +237,7 @@ def effective_weight(
     """The weights as the crossbar has them, and the maxima [T, C] that come with them, if they were changed at all.
 
     Changed weights are not kept for backward, which makes them again from the Parameter and the seed. What a compiled
-    graph keeps is the compiler's choice.
+    graph keeps is the compiler's choice; under the transforms of torch.func they are kept.
     """
     weight, clip = crossbar.weight, crossbar.clip
     if noise == "none" and not _changes_weights(circuit, crossbar):
@@ -272,7 +257,7 @@ def effective_weight(
         )
 
     seed = seed if noise != "none" else None
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or functorch.peek_interpreter_stack() is not None:
         return make(weight, clip, seed)
     plain_weight, plain_clip = weight.detach(), None if clip is None else clip.detach()
     if clip is not None:

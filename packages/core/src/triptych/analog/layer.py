@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from triptych.analog import clipping, state
+from triptych.analog import clipping, placing, ranges, sharded, state
 from triptych.analog.config import AnalogConfig
 from triptych.analog.crossbar import Circuit, Crossbar, circuit_of, effective_weight, forward
 from triptych.analog.enums import WeightClipType
@@ -61,6 +61,7 @@ class AnalogLayer(Layer):
         for name in (COUNT, *EXTREMES):
             self.register_buffer(name, None)
         self._forward_pre_hooks[_HOOK] = must_be_called
+        ranges.enrol(self)
         self._adopt(config)
 
     @property
@@ -177,6 +178,9 @@ class AnalogLayer(Layer):
         """What the crossbars make of their inputs."""
         if self._clips and self.training:
             clipping.settle(self)
+        if self.training and self._circuit.init_from_data > 0:
+            placing.place_buffers(self)
+            ranges.follow(self, inputs)
         dtype = autocast_dtype(inputs[0])
         pairs = zip(self._crossbars(), inputs, strict=True)
         outputs = (forward(self._circuit, each, x, self.training, self.layer_name) for each, x in pairs)
@@ -339,6 +343,7 @@ class AnalogLayer(Layer):
             del self._buffers[name]
         for name in ("tiles", "_config", "_circuit", "_clips"):
             del self.__dict__[name]
+        ranges.leave(self)
         digital: nn.Module = self
         digital.__class__ = self.DIGITAL
         clipping.forget(digital)
@@ -347,12 +352,20 @@ class AnalogLayer(Layer):
     # --- state -------------------------------------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == RANGE and isinstance(value, nn.Parameter):
+        if isinstance(value, nn.Parameter) and not sharded.assigned(self, name, value) and name == RANGE:
             state.check_range(self, value, "the input_range assigned to it")
-        super().__setattr__(name, value)
+        if isinstance(value, nn.Parameter) and name in self.__dict__.get("_parameters", ()):
+            super().register_parameter(name, value)  # not our own: what is assigned stays where it is
+        else:
+            super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As torch's. A parallel style comes here with what it made of a Parameter; see `triptych.analog.placing`."""
+        super().register_parameter(name, placing.registered(self, name, param))
 
     def __setstate__(self, values: Mapping[str, Any]) -> None:
         super().__setstate__(values)  # type: ignore[no-untyped-call]
+        ranges.enrol(self)
         clipping.watch(self)  # a copy, or read from a file
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from triptych import registry
-from triptych.bisect import proof, replays
+from triptych.bisect import proof, replays, stalled
+from triptych.bisect.endings import is_refusal, last_words, refusal
 from triptych.bisect.engine import (
     Candidate,
     Finding,
@@ -25,7 +26,7 @@ from triptych.bisect.engine import (
     search,
 )
 from triptych.bisect.policies import PolicyWriter, Side
-from triptych.bisect.predicates import Verdict, is_refusal, last_words, refusal
+from triptych.bisect.predicates import Verdict
 from triptych.bisect.progress import Progress
 from triptych.bisect.rate import PROOF_FAILURES, PROOF_RUNS, Rate
 from triptych.bisect.session import Trial
@@ -87,6 +88,7 @@ class Bisection:
         self._rate = Rate()
         self._blamed: set[str] = set()
         self._sites = Sites(bad, ())
+        self._suspect: int | None = None
 
     def run(self) -> Report:
         """Run to the end."""
@@ -99,6 +101,8 @@ class Bisection:
         named = {name for side in (self._good, self._bad) for rule in side.policy.rules for name in rule.choice}
         negative = proof.unproved(good_trial, bad_trial, proof.alternatives(registry.backends.names(), named))
         if negative is not None:
+            if bad_trial.verdict is Verdict.TIMEOUT:
+                self._notes += stalled.note(self._trace(good_trial), self._trace(bad_trial))
             shown = self._shown(negative.trial)
             return self._report(negative.verdict, negative.text, *shown, signature=negative.signature)
         self._trials.reference = bad_trial.signature
@@ -108,7 +112,11 @@ class Bisection:
         writer = PolicyWriter(self._good, self._bad, good_calls)
         if not writer.candidates:
             return self._report(Answer.NOT_A_BACKEND, proof.nothing_to_swap(good_calls))
-        self._sites = Sites(self._bad, bad_calls)
+        self._sites = Sites(self._bad, bad_calls, writer.ranks)
+        self._suspect = bad_trial.rank
+        if self._suspect is None and bad_trial.signature == "timeout":
+            self._suspect = stalled.suspect(good_calls, bad_calls)
+            self._notes += stalled.note(good_calls, bad_calls)
         self._note_unselectable(good_calls)
         return self._search(writer, self._narrowed(writer, good_calls, bad_calls))
 
@@ -136,7 +144,7 @@ class Bisection:
 
     def _trace(self, trial: Trial) -> tuple[CallRecord, ...]:
         """The calls of the run that decided a trial."""
-        path = self._trials.session.folder(trial.number) / f"run-{proof.shown_for(trial)}.trace.jsonl"
+        path = self._trials.session.folder(trial.number) / f"run-{trial.decisive}.trace.jsonl"
         return read(path).calls if path.exists() else ()
 
     def _narrowed(
@@ -148,7 +156,7 @@ class Bisection:
         failure. That holds as far as the program does the same in each run; `_find` does not rely on it.
         """
         before, after = _backends(good_calls), _backends(bad_calls)
-        return tuple(each for each in writer.candidates if each in after and after[each] != before[each])
+        return tuple(each for each in writer.candidates if each.site in after and after[each.site] != before[each.site])
 
     def _note_unselectable(self, good_calls: Sequence[CallRecord]) -> None:
         only_bad = self._sites.backends.keys() - {candidate(each) for each in good_calls}
@@ -208,7 +216,7 @@ class Bisection:
 
     def _drive(self, writer: PolicyWriter, candidates: tuple[Candidate, ...]) -> Finding:
         """Run the engine's search; with several jobs, also what it may ask next."""
-        make = partial(search, candidates)
+        make = partial(search, candidates, self._suspect)
         history: list[Outcome] = []
         while True:
             step = ask(make, history)
@@ -237,6 +245,8 @@ class Bisection:
         """Prove the fix: first the culprit alone swapped out, then the smallest of its phases that cures."""
         self._progress.confirming(3)
         self._blamed.add(writer.swapped_in(finding.members))
+        if len(finding.culprits) == 1:
+            self._blamed.add(writer.swapped_in(finding.culprits[0].proved))
         elsewhere = None
         if len(finding.culprits) == 1 and finding.culprits[0].level is Level.CALL:
             alone = self._fix(writer, [*swapped_out, *finding.members])
@@ -273,8 +283,12 @@ class Bisection:
                 self._note_members(sites, wrong)
         for site in culprits:
             if site.elsewhere:
+                where = "at other calls" if site.rank is None else "at other calls or on other ranks"
+                self._notes.append(f"{site.op}.{site.phase} fails {where} too; this is the first that fails alone.")
+            if site.alike:
                 self._notes.append(
-                    f"{site.op}.{site.phase} fails at other calls too; this is the first that fails alone."
+                    f"Every rank is at fault, not one: it fails where it is swapped in on rank {site.ranks[0]} alone, "
+                    f"and on another one alone."
                 )
             if site.replay == "agrees" and len(faults) == 1 and len(culprits) == 1:
                 self._notes.append(
@@ -300,14 +314,18 @@ class Bisection:
 
     def _captured(self, writer: PolicyWriter, fault: _Fault) -> list[Site]:
         """The culprits of a fault, with their captured calls, each run alone."""
-        firsts = [culprit.members[0] for culprit in fault.finding.culprits]
-        request = Request("capture", writer.swapped_in(fault.finding.members), captured=writer.selectors(firsts))
+        culprits = fault.finding.culprits
+        firsts = [culprit.members[0] for culprit in culprits]
+        members = culprits[0].proved if len(culprits) == 1 else fault.finding.members
+        request = Request("capture", writer.swapped_in(members), captured=writer.selectors(firsts))
         trial = self._trials.run(request)
         folder = self._trials.session.folder(trial.number) / "capture"
         sites = []
-        for culprit, first in zip(fault.finding.culprits, firsts, strict=True):
+        for culprit, first in zip(culprits, firsts, strict=True):
             site = replace(self._sites.of(culprit), elsewhere=fault.elsewhere)
-            capture = folder / f"{first.op}.{first.phase}.{first.call}"
+            capture = folder / f"{first.op}.{first.phase}.{first.call}.rank{first.rank}"
+            if not capture.exists():
+                capture = capture.with_suffix("")  # a process that is alone, or was when it made the call
             if (capture / "replay.py").exists():
                 shown = Path(self._blank.state) / capture.relative_to(self._trials.session.path)
                 site = replace(site, capture=str(shown), replay=self._replay(capture, self._trials))
@@ -375,7 +393,7 @@ class Bisection:
         """What the log of the run that decided a trial says, where its signature does not: a note, or none."""
         if trial is None:
             return []
-        number = proof.shown_for(trial)
+        number = trial.decisive
         ending = trial.runs[number - 1].ending
         log = self._trials.session.folder(trial.number) / f"run-{number}.log"
         if ending in ("exit status 0", "timeout"):
@@ -403,12 +421,13 @@ class Bisection:
             len(trial.runs),
             trial.failures,
             confidence,
+            trial.rank,
         )
 
 
-def _backends(calls: Iterable[CallRecord]) -> dict[Candidate, set[str]]:
-    """What ran each candidate, in whatever process."""
-    found: dict[Candidate, set[str]] = defaultdict(set)
+def _backends(calls: Iterable[CallRecord]) -> dict[tuple[str, str, str, int], set[str]]:
+    """What ran each call, on whatever rank: one that fails keeps the others from getting as far."""
+    found: dict[tuple[str, str, str, int], set[str]] = defaultdict(set)
     for call in calls:
-        found[candidate(call)].add(call.backend)
+        found[candidate(call).site].add(call.backend)
     return found

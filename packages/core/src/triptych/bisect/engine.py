@@ -17,6 +17,10 @@ member is left out in turn: nothing that is returned can be left out (1-minimal,
 A prefix whose trial is unresolved is walked around: the search looks for where prefixes begin to be spoilt, and for a
 window beside the cut, without what lies in front of it, that fails.
 
+In a job of several ranks a call is at first swapped on every rank that makes it. What was found is then narrowed down
+to the ranks that are needed: the suspect alone, then one other alone. If both fail, every rank is at fault; if neither
+does, the ranks are searched as the calls were.
+
 A failure that needs many calls (a leak, a drift) is not a set of calls worth listing: past `LIMIT` members the answer
 is the layer, the phase or the op that fails as a whole.
 
@@ -43,29 +47,49 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One phase of one call of an op: what can be swapped on its own."""
+    """One phase of one call of an op on one rank: what can be swapped on its own."""
 
     op: str
     phase: str
     layer: str
     call: int
+    rank: int = 0
+
+    @property
+    def site(self) -> tuple[str, str, str, int]:
+        """What it has in common with the same call on other ranks."""
+        return self.op, self.phase, self.layer, self.call
 
 
 class Level(Enum):
-    """How far a culprit was narrowed down."""
+    """How far a culprit was narrowed down; a call may be meant on one rank or on several."""
 
     OP = 1
     PHASE = 2
     LAYER = 3
     CALL = 4
+    RANK = 5
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """A member of the answer: one call, or the calls that stand for a layer, phase or op as a whole."""
+    """A member of the answer: one call, or the calls that stand for a layer, phase or op as a whole.
+
+    Attributes:
+        level: CALL at the finest.
+        members: its candidates, on every rank that is meant.
+        alike: whether it is on several ranks because it fails on each alone, as far as that was tried: on the first of
+            its members' ranks and on another one.
+    """
 
     level: Level
     members: tuple[Candidate, ...]
+    alike: bool = False
+
+    @property
+    def proved(self) -> tuple[Candidate, ...]:
+        """Members that suffice to fail."""
+        return tuple(each for each in self.members if not self.alike or each.rank == self.members[0].rank)
 
 
 class Status(Enum):
@@ -116,7 +140,7 @@ Search = Generator[Question, Outcome, Finding]
 Bounds = tuple[int, int, int]
 """Where a binary search stands in its pool: start, low and high; see `_Search._narrower`."""
 Unit = tuple[int, ...]
-"""Indices of candidates that are swapped together: one call, or all calls of a layer, phase or op."""
+"""Indices of candidates that are swapped together: a call on all its ranks, or all calls of a layer, phase or op."""
 
 LIMIT = 4
 """The most culprits listed call by call."""
@@ -127,7 +151,7 @@ _SINGLES = 8
 def hierarchical(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     """The candidates without repetition, in the order of the search.
 
-    Ops, the phases of an op and the layers of a phase stand in order of first appearance; calls by number.
+    Ops, the phases of an op and the layers of a phase stand in order of first appearance; calls by number and rank.
     """
     first: dict[tuple[str, ...], int] = {}
     unique = list(dict.fromkeys(candidates))
@@ -135,21 +159,22 @@ def hierarchical(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
         for key in ((each.op,), (each.op, each.phase), (each.op, each.phase, each.layer)):
             first.setdefault(key, place)
 
-    def order(each: Candidate) -> tuple[int, int, int, int]:
+    def order(each: Candidate) -> tuple[int, int, int, int, int]:
         op, phase, layer = (each.op,), (each.op, each.phase), (each.op, each.phase, each.layer)
-        return first[op], first[phase], first[layer], each.call
+        return first[op], first[phase], first[layer], each.call, each.rank
 
     return tuple(sorted(unique, key=order))
 
 
-def search(candidates: Sequence[Candidate]) -> Search:
+def search(candidates: Sequence[Candidate], suspect: int | None = None) -> Search:
     """Find a minimal set of candidates that fails.
 
     Args:
         candidates: in the order of `hierarchical`. The caller has proved that swapping none of them passes, and has
             reason to believe that swapping all of them fails; the search proves that only where it depends on it.
+        suspect: the rank that is tried first, when ranks are told apart; None for the first one.
     """
-    return _Search(candidates).run()
+    return _Search(candidates, suspect).run()
 
 
 def ask(make: Callable[[], Search], history: Sequence[Outcome]) -> Question | Finding:
@@ -175,14 +200,17 @@ Step = Generator[Question, Outcome, Outcome]
 
 
 class _Search:
-    def __init__(self, candidates: Sequence[Candidate]) -> None:
+    def __init__(self, candidates: Sequence[Candidate], suspect: int | None) -> None:
         self.candidates = candidates
+        self.suspect = suspect
+        self.alike: set[Unit] = set()
         self.known: dict[frozenset[int], Outcome] = {frozenset(): Outcome.PASS}
         self.left = len(candidates)
 
     def run(self) -> Search:
         try:
             units = yield from self._find()
+            units = yield from self._told_apart(units)
         except _Stuck as stuck:
             return Finding(stuck.status, suspects=tuple(self.candidates[index] for index in stuck.suspects))
         return Finding(Status.FOUND, tuple(self._culprit(unit) for unit in sorted(units)))
@@ -194,8 +222,10 @@ class _Search:
         if not calls:
             raise _Stuck(Status.NOTHING_FAILS)
         last, _ = yield from self._last_needed(calls, ())
-        if (yield from self._test(last)) is Outcome.FAIL:
-            return [last]
+        suspected = tuple(index for index in last if self.candidates[index].rank == self.suspect)
+        for unit in (suspected, last) if 0 < len(suspected) < len(last) else (last,):
+            if (yield from self._test(unit)) is Outcome.FAIL:
+                return [last]
         if Outcome.FAIL not in self.known.values():
             whole = yield from self._test(_joined(calls))
             if whole is Outcome.PASS:
@@ -224,25 +254,67 @@ class _Search:
                 return found
         return [around]
 
-    def _minimal(self, pool: list[Unit], limit: int) -> Generator[Question, Outcome, list[Unit] | None]:
-        """A 1-minimal set of units of `pool`, all of which together fail; None when it has more than `limit`."""
+    def _minimal(
+        self, pool: list[Unit], limit: int, kept: Unit = ()
+    ) -> Generator[Question, Outcome, list[Unit] | None]:
+        """A 1-minimal set of units of `pool`, all of which together fail; None when it has more than `limit`.
+
+        `kept` is swapped in every trial, and does not fail alone.
+        """
         found: list[Unit] = []
         while True:
-            last, pool = yield from self._last_needed(pool, _joined(found))
+            last, pool = yield from self._last_needed(pool, kept + _joined(found))
             found.insert(0, last)
-            together = yield from self._test(_joined(found))
+            together = yield from self._test(kept + _joined(found))
             if together is Outcome.FAIL or not pool:
-                return (yield from self._reduced(found))
+                return (yield from self._reduced(found, kept))
             if len(found) >= limit:
                 return None
 
-    def _reduced(self, units: list[Unit]) -> Generator[Question, Outcome, list[Unit]]:
+    def _reduced(self, units: list[Unit], kept: Unit) -> Generator[Question, Outcome, list[Unit]]:
         """The units without those that can be left out."""
         for unit in units:
             rest = [other for other in units if other is not unit]
-            if rest and (yield from self._test(_joined(rest))) is Outcome.FAIL:
-                return (yield from self._reduced(rest))
+            if rest and (yield from self._test(kept + _joined(rest))) is Outcome.FAIL:
+                return (yield from self._reduced(rest, kept))
         return units
+
+    # --- ranks ------------------------------------------------------------------------------------
+
+    def _told_apart(self, units: list[Unit]) -> Generator[Question, Outcome, list[Unit]]:
+        """Each unit narrowed down to the ranks that are needed; where trials say nothing, it stays on all of them."""
+        found = list(units)
+        for unit in units:
+            ranks = self._by_rank(unit)
+            if len(ranks) == 1:
+                continue
+            place = found.index(unit)
+            try:
+                found[place : place + 1] = yield from self._needed_ranks(
+                    unit, ranks, _joined(found[:place] + found[place + 1 :])
+                )
+            except _Stuck:
+                continue
+        return found
+
+    def _needed_ranks(self, unit: Unit, ranks: list[Unit], kept: Unit) -> Generator[Question, Outcome, list[Unit]]:
+        """What of a unit is needed to fail together with `kept`: all of it where its ranks fail alike, or many do."""
+        first = next((each for each in ranks if self.candidates[each[0]].rank == self.suspect), ranks[0])
+        if (yield from self._test(kept + first)) is Outcome.FAIL:
+            other = ranks[-1] if first is ranks[0] else ranks[0]
+            if (yield from self._test(kept + other)) is not Outcome.FAIL:
+                return [first]
+            self.alike.add(unit)
+            return [unit]
+        few = yield from self._minimal(ranks, LIMIT, kept)
+        return [unit] if few is None or len(few) == len(ranks) > 2 else few
+
+    def _by_rank(self, unit: Unit) -> list[Unit]:
+        """A unit, rank by rank."""
+        ranks: dict[int, list[int]] = {}
+        for index in unit:
+            ranks.setdefault(self.candidates[index].rank, []).append(index)
+        return [tuple(ranks[rank]) for rank in sorted(ranks)]
 
     # --- the binary search ------------------------------------------------------------------------
 
@@ -322,15 +394,15 @@ class _Search:
 
         def key(index: int) -> tuple[object, ...]:
             each = self.candidates[index]
-            return (each.op, each.phase, each.layer, each.call)[: level.value]
+            return (*each.site, each.rank)[: level.value]
 
         return [tuple(group) for _, group in groupby(range(len(self.candidates)), key)]
 
     def _culprit(self, unit: Unit) -> Culprit:
         members = tuple(self.candidates[index] for index in unit)
-        if len(members) == 1:
-            return Culprit(Level.CALL, members)
-        return Culprit(Level(_border(members[0], members[-1]).value - 1), members)
+        if len({each.site for each in members}) == 1:
+            return Culprit(Level.CALL, members, unit in self.alike)
+        return Culprit(Level(_border(members[0], members[-1]).value - 1), members, unit in self.alike)
 
 
 def _joined(units: Iterable[Unit]) -> Unit:
@@ -343,4 +415,6 @@ def _border(before: Candidate, after: Candidate) -> Level:
         return Level.OP
     if before.phase != after.phase:
         return Level.PHASE
-    return Level.LAYER if before.layer != after.layer else Level.CALL
+    if before.layer != after.layer:
+        return Level.LAYER
+    return Level.CALL if before.call != after.call else Level.RANK

@@ -2,15 +2,15 @@
 
 A trial's policy is the good policy, then rules that give the subset what the bad policy gives it. Rules are as coarse
 as they can be: an op or a phase that is swapped as a whole is one rule, a layer is one rule, and call numbers are
-spans, joined over the numbers that the layer does not use. A rule for a whole op or phase also holds for calls that the
-good run did not make.
+spans, joined over the numbers that the layer does not use. Ranks are named where a call is not swapped on every rank
+that makes it. A rule for a whole op or phase also holds for calls that the good run did not make.
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Protocol
@@ -27,6 +27,10 @@ SIZE_LIMIT = 128 * 1024 - len(VARIABLE) - 2
 _LITERAL = {"[": "[[]", "*": "[*]", "?": "[?]"}
 _FORBIDDEN = ";#%=\0"
 """Characters that the grammar of policies gives a meaning, or that an environment cannot hold."""
+
+
+Site = tuple[str, str, str, int]
+"""Op, phase, layer and number of a call, on whatever rank: `Candidate.site`."""
 
 
 class Traced(Protocol):
@@ -63,6 +67,11 @@ class Side:
         """The side that `text` describes. PolicyError when it does not parse."""
         return cls(text, beneath.extended(parse(text, source, backends=backends, ops=ops)))
 
+    @property
+    def by_rank(self) -> bool:
+        """Whether it may choose differently on different ranks."""
+        return any(rule.ranks is not None for rule in self.policy.rules)
+
     def choice(self, op: str, phase: str, layer: str, call: int, rank: int) -> str:
         """The choice for a call, as a rule spells it."""
         return ",".join(self.policy.rule_for(op, phase, layer, call, rank).choice)
@@ -87,23 +96,32 @@ class PolicyWriter:
     Args:
         good, bad: the two policies.
         calls: the trace of the good run, of all its processes. Call numbers count in each process on its own: calls
-            of several processes that have op, phase, layer and number in common are one candidate.
+            of several processes that have op, phase, layer, number and rank in common are one candidate.
 
     Attributes:
         candidates: the calls for which the two policies choose differently, in the order of the search.
+        ranks: the ranks that made calls, in order.
     """
 
     def __init__(self, good: Side, bad: Side, calls: Sequence[Traced]) -> None:
         self.good = good
         self.bad = bad
-        self._ranks: dict[Candidate, set[int]] = defaultdict(set)
-        for each in calls:
-            self._ranks[Candidate(each.op, each.phase, each.layer, each.call)].add(each.rank)
-        self._traced = hierarchical(self._ranks)
+        traced = hierarchical(Candidate(each.op, each.phase, each.layer, each.call, each.rank) for each in calls)
+        self.ranks = tuple(sorted({each.rank for each in traced}))
+        self._ranks: dict[Site, list[int]] = defaultdict(list)
         self._by_phase: dict[tuple[str, str], list[Candidate]] = defaultdict(list)
-        for candidate in self._traced:
-            self._by_phase[candidate.op, candidate.phase].append(candidate)
-        self.candidates = tuple(each for each in self._traced if self._choices(good, each) != self._choices(bad, each))
+        for each in traced:
+            self._ranks[each.site].append(each.rank)
+            self._by_phase[each.op, each.phase].append(each)
+        self._sites: dict[tuple[str, str], list[Site]] = defaultdict(list)
+        for site in self._ranks:
+            self._sites[site[:2]].append(site)
+        self._known: dict[tuple[bool, Site, int], str] = {}
+        self.candidates = tuple(
+            each
+            for each in traced
+            if self._choice(good, each.site, each.rank) != self._choice(bad, each.site, each.rank)
+        )
 
     def swapped_in(self, subset: Collection[Candidate]) -> str:
         """The good policy with the bad one's choices for `subset`.
@@ -122,31 +140,50 @@ class PolicyWriter:
         return _checked(_joined(self.bad.text, self._rules(self.good, subset)))
 
     def selectors(self, subset: Iterable[Candidate]) -> str:
-        """Selectors of these calls by number, for a capture."""
-        return ";".join(dict.fromkeys(f"{each.op}.{each.phase}#{each.call}" for each in subset))
+        """Selectors of these calls by number, and by rank where there are several, for a capture."""
+        several = len(self.ranks) > 1
+        texts = (f"{each.op}.{each.phase}#{each.call}" + f"%{each.rank}" * several for each in subset)
+        return ";".join(dict.fromkeys(texts))
 
     def phase_of(self, candidate: Candidate) -> tuple[Candidate, ...]:
-        """Every traced call of the candidate's op and phase."""
+        """Every traced call of the candidate's op and phase, on every rank.
+
+        A workaround swaps these, also where one rank alone is at fault: ranks that run the same implementation stay
+        equal bit for bit where they should, and the next launch may number the ranks otherwise.
+        """
         return tuple(self._by_phase[candidate.op, candidate.phase])
 
-    def _choices(self, side: Side, each: Candidate) -> tuple[tuple[int, str], ...]:
-        """What a side chooses for a candidate, by rank."""
-        ranks = sorted(self._ranks[each])
-        return tuple((rank, side.choice(each.op, each.phase, each.layer, each.call, rank)) for rank in ranks)
+    def _choice(self, side: Side, site: Site, rank: int) -> str:
+        """What a side chooses for a call on a rank."""
+        key = (side is self.bad, site, rank if side.by_rank else 0)
+        if key not in self._known:
+            self._known[key] = side.choice(*site, rank)
+        return self._known[key]
+
+    def _ends(self, site: Site, chosen: Mapping[int, str]) -> list[str]:
+        """The ends of the rules that give a call these choices, by rank."""
+        by_choice: dict[str, list[int]] = defaultdict(list)
+        for rank, choice in chosen.items():
+            by_choice[choice].append(rank)
+        everywhere = len(self._ranks[site])
+        return [
+            f"={choice}" if len(mine) == everywhere else f"%{_spans(mine, set(self.ranks) - set(mine))}={choice}"
+            for choice, mine in by_choice.items()
+        ]
 
     def _rules(self, side: Side, subset: Collection[Candidate]) -> list[str]:
         """Rules that give `subset`, and no other traced call, what `side` chooses for it."""
-        groups: dict[tuple[str, str], dict[str, list[Candidate]]] = defaultdict(lambda: defaultdict(list))
-        wanted = set(subset)
-        for each in self._traced:
-            if each not in wanted:
+        wanted: dict[Site, set[int]] = defaultdict(set)
+        for each in subset:
+            wanted[each.site].add(each.rank)
+        groups: dict[tuple[str, str], dict[str, list[Site]]] = defaultdict(lambda: defaultdict(list))
+        for site in self._ranks:
+            inside = wanted.get(site)
+            if inside is None:
                 continue
-            by_choice: dict[str, list[int]] = defaultdict(list)
-            for rank, choice in self._choices(side, each):
-                by_choice[choice].append(rank)
-            for choice, ranks in by_choice.items():
-                end = f"={choice}" if len(by_choice) == 1 else f"%{','.join(map(str, ranks))}={choice}"
-                groups[each.op, each.phase][end].append(each)
+            chosen = {rank: self._choice(side, site, rank) for rank in self._ranks[site] if rank in inside}
+            for end in self._ends(site, chosen):
+                groups[site[:2]][end].append(site)
         rules: list[str] = []
         for op in dict.fromkeys(op for op, _ in groups):
             whole = self._whole_op(op, groups)
@@ -154,32 +191,38 @@ class PolicyWriter:
                 rules.append(f"{op}{whole}")
                 continue
             for phase in PHASES:
+                numbered: list[str] = []
                 for end, members in groups.get((op, phase), {}).items():
-                    rules += self._phase_rules(op, phase, members, end, self.good if side is self.bad else self.bad)
+                    rules += self._phase_rules(op, phase, members, end, numbered)
+                if numbered:
+                    # First, so that rules with layers decide where processes use one number for several layers.
+                    other = self.good if side is self.bad else self.bad
+                    rules = numbered + self._corrections(op, phase, side, other, wanted) + rules
         return rules
 
-    def _whole_op(self, op: str, groups: dict[tuple[str, str], dict[str, list[Candidate]]]) -> str | None:
+    def _whole_op(self, op: str, groups: dict[tuple[str, str], dict[str, list[Site]]]) -> str | None:
         """The end of the one rule that swaps an op, when both phases are swapped as a whole and alike."""
         ends: set[str] = set()
         for phase in PHASES:
             group = groups.get((op, phase), {})
-            if len(group) != 1 or len(next(iter(group.values()))) != len(self._by_phase[op, phase]):
+            if len(group) != 1 or len(next(iter(group.values()))) != len(self._sites[op, phase]):
                 return None
             ends |= group.keys()
         return ends.pop() if len(ends) == 1 else None
 
-    def _phase_rules(self, op: str, phase: str, members: list[Candidate], end: str, other: Side) -> list[str]:
-        everything = self._by_phase[op, phase]
+    def _phase_rules(self, op: str, phase: str, members: list[Site], end: str, numbered: list[str]) -> list[str]:
+        """Rules for the calls of one phase that end alike; those that only numbers can select go to `numbered`."""
+        everything = self._sites[op, phase]
         if len(members) == len(everything):
             return [f"{op}.{phase}{end}"]
         swapped = set(members)
-        kept = [each for each in everything if each not in swapped]
-        layers: dict[str, list[Candidate]] = defaultdict(list)
-        for each in everything:
-            layers[each.layer].append(each)
+        kept = [site[3] for site in everything if site not in swapped]
+        layers: dict[str, list[Site]] = defaultdict(list)
+        for site in everything:
+            layers[site[2]].append(site)
         rules, by_number = [], []
         for layer, calls in layers.items():
-            inside = [each.call for each in calls if each in swapped]
+            inside = [site[3] for site in calls if site in swapped]
             if not inside:
                 continue
             pattern = _pattern(layer, layers)
@@ -188,28 +231,33 @@ class PolicyWriter:
             elif len(inside) == len(calls):
                 rules.append(f"{op}.{phase}@{pattern}{end}")
             else:
-                outside = [each.call for each in calls if each not in swapped]
+                outside = [site[3] for site in calls if site not in swapped]
                 rules.append(f"{op}.{phase}@{pattern}#{_spans(inside, outside)}{end}")
-        numbers = [each.call for each in members]
-        if not set(numbers) & {each.call for each in kept}:
+        numbers = [site[3] for site in members]
+        if not set(numbers) & set(kept):
             # Calls are numbered over all layers in the order of time: what was swapped until then is often one span.
-            plain = [f"{op}.{phase}#{_spans(numbers, [each.call for each in kept])}{end}"]
+            plain = [f"{op}.{phase}#{_spans(numbers, kept)}{end}"]
             if by_number or len(plain[0]) < len(";".join(rules)):
                 return plain
         if by_number:
-            # First, so that rules with layers decide where processes use one number for several layers.
-            rules.insert(0, f"{op}.{phase}#{_spans(by_number, [each.call for each in kept])}{end}")
-            rules += self._corrections(kept, set(by_number), layers, other)
+            numbered.append(f"{op}.{phase}#{_spans(by_number, kept)}{end}")
         return rules
 
-    def _corrections(self, kept: list[Candidate], numbers: set[int], layers: Collection[str], other: Side) -> list[str]:
-        """Rules that give back what a rule by number took because another process uses its number for another layer."""
+    def _corrections(
+        self, op: str, phase: str, side: Side, other: Side, wanted: Mapping[Site, Collection[int]]
+    ) -> list[str]:
+        """Rules that give back what rules by number took because another process uses a number for another layer."""
+        sites = self._sites[op, phase]
+        layers = {site[2] for site in sites}
+        unnamed = {site[3] for site in sites if _pattern(site[2], layers) is None and site in wanted}
         rules = []
-        for each in kept:
-            pattern = _pattern(each.layer, layers)
-            if each.call in numbers and pattern is not None:
-                choice = other.choice(each.op, each.phase, each.layer, each.call, min(self._ranks[each]))
-                rules.append(f"{each.op}.{each.phase}@{pattern}#{each.call}={choice}")
+        for site in sites:
+            pattern = _pattern(site[2], layers)
+            if site[3] not in unnamed or pattern is None:
+                continue
+            inside = wanted.get(site, ())
+            chosen = {rank: self._choice(side if rank in inside else other, site, rank) for rank in self._ranks[site]}
+            rules += [f"{op}.{phase}@{pattern}#{site[3]}{end}" for end in self._ends(site, chosen)]
         return rules
 
 

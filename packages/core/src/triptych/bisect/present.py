@@ -80,7 +80,8 @@ def _evidence(report: Report, width: int) -> Table:
     for each in report.evidence:
         row = [str(each.trial), each.purpose, _by_rule(each.policy)]
         row += _repeated(each) if repeated else [each.verdict]
-        row += [each.signature or "", f"{each.seconds:.1f}"]
+        whose = "" if each.rank is None else f"rank {each.rank}: "
+        row += [f"{whose}{each.signature}" if each.signature else "", f"{each.seconds:.1f}"]
         table.add_row(*map(Text, row))
     return table
 

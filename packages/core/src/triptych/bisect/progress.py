@@ -84,7 +84,7 @@ class Progress:
         with self._lock:
             self._done += 1
             self._trials_left = max(self._trials_left - 1, 0)
-            self._last = trial.verdict.value + (f" ({trial.signature})" if trial.signature else "")
+            self._last = trial.verdict.value + (f" ({trial.failure})" if trial.signature else "")
             if not self._console.is_terminal:
                 text = f"trial {trial.number} {trial.purpose}: {self._last}, {trial.seconds:.1f} s"
                 if self._left is not None:

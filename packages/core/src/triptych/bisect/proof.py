@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from triptych.bisect.predicates import Verdict, is_refusal
+from triptych.bisect.endings import is_refusal
+from triptych.bisect.predicates import Verdict
 from triptych.bisect.session import Trial
 from triptych.bisect.verdicts import Answer
 from triptych.trace import CallRecord
@@ -49,16 +50,13 @@ def unproved(good: Trial, bad: Trial, others: Sequence[str] = ()) -> Negative | 
     if good.verdict is Verdict.FAIL:
         return _good_fails(good, bad, others)
     if bad.verdict is not Verdict.FAIL:
-        ended = f" Its run ended so: {bad.runs[0].ending}." if bad.runs[0].ending != "exit status 0" else ""
+        run = bad.runs[0]
+        whose = "" if run.rank is None else f"rank {run.rank}: "
+        ended = f" Its run ended so: {whose}{run.ending}." if run.ending != "exit status 0" else ""
         times = f" in {len(bad.runs)} runs" if len(bad.runs) > 1 else ""
         hint = " If it fails now and then, use --repeat." if len(bad.runs) == 1 else ""
         return Negative(Answer.NOT_REPRODUCED, f"The bad policy does not fail{times}.{ended}{hint}", trial=bad)
     return None
-
-
-def shown_for(trial: Trial) -> int:
-    """The number of the run that decided a trial, from 1."""
-    return next((n for n, run in enumerate(trial.runs, 1) if run.verdict is trial.verdict), 1)
 
 
 def alternatives(installed: Iterable[str], named: Iterable[str]) -> tuple[str, ...]:
@@ -82,9 +80,9 @@ def _could_serve(others: Sequence[str]) -> str:
 
 
 def _good_fails(good: Trial, bad: Trial, others: Sequence[str]) -> Negative:
-    how = f"The good policy fails: {good.signature}."
+    how = f"The good policy fails: {good.failure}."
     if good.runs[0].verdict is not Verdict.FAIL:
-        how = f"The good policy fails now and then (in run {len(good.runs)}): {good.signature}."
+        how = f"The good policy fails now and then (in run {len(good.runs)}): {good.failure}."
     if bad.verdict is Verdict.FAIL and bad.signature == good.signature:
         text = "The bad policy fails in the same way: the cause lies outside what the policies choose."
         return Negative(Answer.NOT_A_BACKEND, f"{how} {text}", bad.signature, good)

@@ -5,7 +5,8 @@
     <state>/lock                    held while a bisection works in this directory
     <state>/trials/007/trial.json   schema 1: a finished trial; a folder without it was interrupted
     <state>/trials/007/policy.txt   the text that TRIPTYCH_BACKEND had
-    <state>/trials/007/run-1.log    output of its first run, and likewise run-1.trace.jsonl, run-1.findings.jsonl
+    <state>/trials/007/run-1.log    output of its first run, and likewise run-1.trace.jsonl, run-1.findings.jsonl and
+                                    run-1.ends.jsonl
     <state>/trials/007/capture/     what a capture trial captured
 
 Every file is written beside its place and moved there: a reader never sees half of one.
@@ -40,6 +41,7 @@ class Run:
         ending: how it ended, as a signature, whatever was searched for.
         seconds: wall-clock time.
         leftovers: processes that it left behind, which were ended.
+        rank: the rank that failed first, or that made the finding; None when none did, or the job has one process.
     """
 
     verdict: Verdict
@@ -47,6 +49,7 @@ class Run:
     ending: str
     seconds: float
     leftovers: int
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,21 @@ class Trial:
     def seconds(self) -> float:
         """Wall-clock time of its runs together."""
         return sum(run.seconds for run in self.runs)
+
+    @property
+    def decisive(self) -> int:
+        """The number of the run that its verdict rests on, from 1."""
+        return next((n for n, run in enumerate(self.runs, 1) if run.verdict is self.verdict), 1)
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that failed in that run."""
+        return self.runs[self.decisive - 1].rank
+
+    @property
+    def failure(self) -> str | None:
+        """The signature and, in a job of several ranks, whose it is."""
+        return self.signature if self.rank is None else f"rank {self.rank}: {self.signature}"
 
     @property
     def failures(self) -> int:

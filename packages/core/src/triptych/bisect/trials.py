@@ -14,15 +14,21 @@ from typing import TypeVar
 
 import psutil
 
-from triptych.bisect.predicates import Ending, Predicate, Verdict, check_variable, describe, is_refusal, judge
+from triptych.bisect.endings import Ending, describe, is_refusal
+from triptych.bisect.predicates import Predicate, Verdict, check_variable, judge
 from triptych.bisect.session import Run, Session, Trial
 from triptych.checks import read_findings
-from triptych.run.process import MARK, run_trial
+from triptych.run.process import MARK, Outcome, run_trial, tail
+from triptych.run.ranks import Process, first_failure, processes, ranks
+from triptych.run.witness import records
 
 T = TypeVar("T")
 
-OURS = ("TRIPTYCH_BACKEND", "TRIPTYCH_TRACE", "TRIPTYCH_FINDINGS", "TRIPTYCH_CAPTURE", "TRIPTYCH_CHECK")
+OURS = tuple(f"TRIPTYCH_{name}" for name in ("BACKEND", "TRACE", "FINDINGS", "ENDS", "CAPTURE", "CHECK"))
 """Variables that a trial sets; what the user's environment says in them would be overwritten by every trial."""
+
+_SUMMARY = 1 << 20
+"""Bytes of the end of a log in which a launcher's summary is looked for."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +166,8 @@ class Trials:
     def _once(self, request: Request, folder: Path, number: int) -> Run:
         if self._stop.is_set():
             raise KeyboardInterrupt
-        environment = {**self.environment(), "TRIPTYCH_BACKEND": request.policy}
-        findings = folder / f"run-{number}.findings.jsonl"
+        findings, ends = folder / f"run-{number}.findings.jsonl", folder / f"run-{number}.ends.jsonl"
+        environment = {**self.environment(), "TRIPTYCH_BACKEND": request.policy, "TRIPTYCH_ENDS": str(ends)}
         if request.traced:
             environment["TRIPTYCH_TRACE"] = str(folder / f"run-{number}.trace.jsonl")
         if request.captured:
@@ -169,9 +175,12 @@ class Trials:
         if self._check:
             environment |= {"TRIPTYCH_CHECK": self._check, "TRIPTYCH_FINDINGS": str(findings)}
         log = folder / f"run-{number}.log"
-        outcome = run_trial(self._command, environment, self.timeout, log, cwd=self._directory)
-        found = tuple(each.signature for each in read_findings(findings))
-        ending = Ending(outcome.code, outcome.signal, outcome.timed_out, log, found)
+        outcome = run_trial(self._command, environment, self.timeout, log, cwd=self._directory, ends=ends)
+        found = read_findings(findings)
+        members = _ranks(outcome, ends)
+        failed = None if outcome.code == 0 and not outcome.timed_out else first_failure(members)
+        signatures = tuple(each.signature for each in found)
+        ending = Ending(outcome.code, outcome.signal, outcome.timed_out, log, signatures, failed=failed)
         if self._script:
             ending = replace(ending, script=self._judged_by_script(ending, request.policy))
         if self._stop.is_set():
@@ -180,7 +189,12 @@ class Trials:
         verdict, signature = judge(
             self._predicates, ending, None if first else self.reference, None if first else self.usual
         )
-        return Run(verdict, signature, describe(ending), outcome.seconds, outcome.leftovers)
+        rank = None if failed is None else failed.rank
+        if members and signature in signatures:
+            rank = found[signatures.index(signature)].rank
+        if verdict is Verdict.PASS:
+            rank = None
+        return Run(verdict, signature, describe(ending), outcome.seconds, outcome.leftovers, rank)
 
     def _judged_by_script(self, ending: Ending, policy: str) -> int:
         """The exit status of the script of command=SCRIPT, negative for a signal. It gets the log as its argument."""
@@ -206,6 +220,11 @@ class Trials:
                     _end_trials()
                     wait(futures, timeout=0.2)
                 raise
+
+
+def _ranks(outcome: Outcome, ends: Path) -> tuple[Process, ...]:
+    """The ranks of a run; none when its job has one process."""
+    return ranks(processes(records(ends), outcome.sightings, tail(outcome.log, _SUMMARY)))
 
 
 def _end_trials() -> None:

@@ -43,12 +43,16 @@ class Site:
         layer: its module path, "" when it has no name, None when the phase as a whole is meant.
         call: its number among the calls of its op and phase in its process; None when all calls of the layer or phase
             are meant.
-        calls: how many traced calls that is.
+        calls: how many traced calls that is, on all the ranks that are meant.
         backend: what ran it in the bad run; what the bad policy chooses, if that is not known.
         elsewhere: whether the failure also occurs without this call, at others; None when that is not known.
         capture: the folder of the captured call, or None.
         replay: what running the captured call alone showed: it "agrees" with the reference or "differs", it "raises",
             "crashes" or "hangs"; None when there is no capture.
+        rank: the one rank that is meant; None when several are, or the job has one process.
+        ranks: all that are meant; empty when the job has one process.
+        alike: whether they are several because each fails alone, as far as two of them were tried: every rank is at
+            fault, not one. None when the job has one process.
     """
 
     op: str
@@ -60,12 +64,17 @@ class Site:
     elsewhere: bool | None = None
     capture: str | None = None
     replay: str | None = None
+    rank: int | None = None
+    ranks: tuple[int, ...] = ()
+    alike: bool | None = None
 
     def __str__(self) -> str:
         text = f"{self.op}.{self.phase}"
         if self.layer:
             text += f" in layer {self.layer!r}"
         text += f" call {self.call}" if self.call is not None else f" ({self.calls} calls together)"
+        if self.ranks:
+            text += " of every rank" if self.alike else f" of rank {', '.join(map(str, self.ranks))}"
         return f"{text} on {self.backend!r}"
 
 
@@ -85,6 +94,7 @@ class Evidence:
         failures: how often it failed.
         confidence: with --repeat, for a trial that passed: how likely it would have failed at least once if its policy
             had the failure, given the rate seen at the start; else None.
+        rank: the rank that failed first; None when none did, or the job has one process.
     """
 
     trial: int
@@ -96,6 +106,7 @@ class Evidence:
     runs: int
     failures: int
     confidence: float | None = None
+    rank: int | None = None
 
 
 @dataclass(frozen=True)

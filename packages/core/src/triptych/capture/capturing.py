@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 from triptych import environment, scope
 from triptych.capture.store import Capture, save
+from triptych.ends import among_several
 from triptych.errors import EnvironmentVariableError
 from triptych.intercept import Invocation, Proceed
 from triptych.layout import materialised
@@ -78,8 +79,8 @@ def make_directory(directory: Path) -> None:
 class Capturer:
     """Writes the inputs of the calls that a request selects into <directory>/<op>.<phase>.<call>.
 
-    A name that is taken, by another process or an earlier run, gets the process's number appended: nothing is replaced.
-    A capture appears whole or not at all.
+    In a job of several ranks .rank<n> follows. A name that is taken, by another process or an earlier run, gets the
+    process's number appended: nothing is replaced. A capture appears whole or not at all.
 
     Args:
         request: which calls, and where to.
@@ -137,6 +138,8 @@ class Capturer:
 
     def _write(self, capture: Capture) -> None:
         name = f"{capture.op}.{capture.phase}.{capture.call}"
+        if among_several():
+            name += f".rank{scope.rank()}"
         pid = os.getpid()
         part = self._request.directory / f".{name}.{pid}.part"
         part.mkdir()

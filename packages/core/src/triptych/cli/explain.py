@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import os
 import re
 from pathlib import Path
 from typing import Annotated
@@ -11,14 +13,14 @@ import torch
 import typer
 from rich.console import Console
 
-from triptych import scope
+from triptych import scope, tools
 from triptych.call import FORWARD, dtype_name
 from triptych.cli.output import write_json
 from triptych.cli.reading import policy_in_force
+from triptych.compile_mode import INLINE
 from triptych.errors import Refused, UsageError, nearest
+from triptych.explain import Explanation, spec_of
 from triptych.explain import explain as decide
-from triptych.explain import spec_of
-from triptych.select import Decision
 
 LIMIT = 2**60
 """Elements that no tensor has: 8 bytes each, they would not fit into an address space that torch can count."""
@@ -42,6 +44,10 @@ def explain(
     try:
         with policy_in_force(), scope.use(backend):
             decision = decide(op, *args, phase=phase, layer=layer)
+            if not decision.opaque and tools.see_calls(tools.read_settings(os.environ)):
+                decision = dataclasses.replace(
+                    decision, opaque="the environment switches on a tool that must see every call"
+                )
     except Refused as refusal:
         if json_file is not None:
             write_json(json_file, {"schema": 1, **refusal.record})
@@ -53,7 +59,7 @@ def explain(
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def lines(decision: Decision) -> list[str]:
+def lines(decision: Explanation) -> list[str]:
     """The record of a decision as text."""
     call = decision.call
     origin = f" ({decision.distribution} {decision.version})" if decision.distribution else ""
@@ -61,7 +67,14 @@ def lines(decision: Decision) -> list[str]:
     text.append(f"  decided by: {decision.rule.text} ({decision.rule.source})")
     for name, reasons in decision.rejected:
         text += [f"  not {name}: {reason}" for reason in reasons]
-    return [*text, f"  asked: {call}"]
+    return [*text, f"  compile mode: {decision.mode}{_compiled(decision)}", f"  asked: {call}"]
+
+
+def _compiled(decision: Explanation) -> str:
+    """What the mode comes to for this call, where it is not what it always comes to."""
+    if not decision.opaque:
+        return ": torch.compile traces through the implementation of 'torch'; tools and counters do not see such calls"
+    return f": opaque all the same, since {decision.opaque}" if decision.mode.name == INLINE else ""
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from triptych import scope
+from triptych import compile_mode, scope
 from triptych.run import preflight
 
 
@@ -19,5 +19,6 @@ def policy_in_force() -> Iterator[None]:
     Raises:
         PolicyError, EnvironmentVariableError: a program with this environment would not run.
     """
-    with scope.within(scope.Scope(preflight.check_environment(os.environ))):
+    policy, mode = preflight.check_environment(os.environ), compile_mode.from_environment(os.environ)
+    with scope.within(scope.Scope(policy, mode)):
         yield

@@ -11,13 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from triptych import environment
+from triptych import ends, environment
 from triptych import trace as traces
 from triptych.cli.output import complain, write_json
 from triptych.errors import UsageError
-from triptych.run import preflight
+from triptych.run import preflight, ranks
 from triptych.run.command import Exit, run_command
 from triptych.run.process import signal_name
+from triptych.run.witness import Witness, records
 
 NOT_YET = "is not available yet. Leave it out; --trace, --sync and --capture are."
 
@@ -55,15 +56,27 @@ def run(
             environ["TRIPTYCH_TRACE"] = str(scratch / "trace.jsonl")
         if trace is not None:
             os.truncate(trace, 0)
-        written = Path(environ["TRIPTYCH_TRACE"]) if environ.get("TRIPTYCH_TRACE") else None
-        start = written.stat().st_size if written is not None and written.exists() else 0
-        end = run_command(command, environ)
+        if trace is not None or json_file is not None:
+            environ.setdefault(ends.VARIABLE, str(scratch / "ends.jsonl"))
+        written, said = _named(environ, "TRIPTYCH_TRACE"), _named(environ, ends.VARIABLE)
+        start, before = _size(written), _size(said)
+        with Witness(said) as witness:
+            end = run_command(command, environ)
         totals = _totals(written, start)
+        found = () if said is None else ranks.processes(records(said, before), witness.sightings)
     if trace is not None:
-        complain("\n".join(summary(totals, end)))
+        complain("\n".join(summary(totals, end, found)))
     if json_file is not None:
-        write_json(json_file, result(totals, end))
+        write_json(json_file, result(totals, end, found))
     raise typer.Exit(end.status)
+
+
+def _named(environ: dict[str, str], variable: str) -> Path | None:
+    return Path(environ[variable]) if environ.get(variable) else None
+
+
+def _size(path: Path | None) -> int:
+    return path.stat().st_size if path is not None and path.exists() else 0
 
 
 def _environment(backend: str | None, trace: Path | None, sync: bool, capture: str | None) -> dict[str, str]:
@@ -107,23 +120,44 @@ def _totals(path: Path | None, start: int) -> tuple[traces.Total, ...]:
         return ()
 
 
-def summary(totals: tuple[traces.Total, ...], end: Exit) -> list[str]:
-    """What ran, as lines of text."""
-    lines = [
-        f"triptych: {each.calls} call{'s' * (each.calls != 1)} of {each.op}.{each.phase} on {each.backend} "
-        f"in {each.processes} process{'es' * (each.processes != 1)}"
-        for each in totals
-    ]
+def summary(totals: tuple[traces.Total, ...], end: Exit, found: tuple[ranks.Process, ...] = ()) -> list[str]:
+    """What ran, as lines of text; by rank where the ranks differ, and how each rank ended where one failed."""
+    lines = []
+    for each in totals:
+        by_rank = ", ".join(f"rank {rank}: {calls}" for rank, calls in each.ranks) if each.differs else ""
+        lines.append(
+            f"triptych: {each.calls} call{'s' * (each.calls != 1)} of {each.op}.{each.phase} on {each.backend} "
+            f"in {each.processes} process{'es' * (each.processes != 1)}" + (f" ({by_rank})" if by_rank else "")
+        )
     lines = lines or ["triptych: no Triptych op ran"]
+    first = ranks.first_failure(found)
+    if first is not None:
+        members = sorted(ranks.ranks(found), key=lambda each: (each is not first, each.rank))
+        lines += [f"triptych: rank {each.rank} (process {each.pid}) {each.end}" for each in members]
+        lines[-len(members)] += "; it was the first that failed"
     if end.signal is not None:
         lines.append(f"triptych: the command was ended by {signal_name(end.signal)}")
     return lines
 
 
-def result(totals: tuple[traces.Total, ...], end: Exit) -> dict[str, Any]:
+def result(totals: tuple[traces.Total, ...], end: Exit, found: tuple[ranks.Process, ...] = ()) -> dict[str, Any]:
     """What ran, as `--json` writes it."""
     calls = [
-        {"op": each.op, "phase": each.phase, "backend": each.backend, "calls": each.calls, "processes": each.processes}
+        {
+            "op": each.op,
+            "phase": each.phase,
+            "backend": each.backend,
+            "calls": each.calls,
+            "processes": each.processes,
+            "ranks": [{"rank": rank, "calls": count} for rank, count in each.ranks],
+        }
         for each in totals
     ]
-    return {"schema": 1, "exit": {"code": end.code, "signal": end.signal}, "calls": calls}
+    first = ranks.first_failure(found)
+    return {
+        "schema": 1,
+        "exit": {"code": end.code, "signal": end.signal},
+        "calls": calls,
+        "processes": [each.to_json() for each in found],
+        "failed_first": None if first is None else first.rank,
+    }

@@ -106,6 +106,11 @@ def _is_size(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
+def _autocasts(x: Tensor) -> bool:
+    kind = x.device.type
+    return kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+
+
 def _is_finite(value: object) -> bool:
     # bool is an int, and a tensor of one element passes for a number: neither is meant.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
@@ -140,12 +145,16 @@ class RMSNorm(_Norm):
 class AddRMSNorm(_Norm):
     """Residual addition and RMSNorm of the sum, fused: `y, h = layer(x, residual)` with h = x + residual.
 
-    Takes the arguments of `RMSNorm` and has the same state_dict.
+    Takes the arguments of `RMSNorm` and has the same state_dict. Under torch.autocast, where x comes out of a layer in
+    16 bits and the residual does not, the narrower one is converted, as `x + residual` does.
 
     Shape: two tensors [..., *normalized_shape] to two of the same.
     """
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(x, Tensor) and isinstance(residual, Tensor) and x.dtype != residual.dtype and _autocasts(x):
+            dtype = torch.promote_types(x.dtype, residual.dtype)
+            x, residual = x.to(dtype), residual.to(dtype)
         y, h = add_rms_norm(
             self._flat(x),
             self._flat(residual),

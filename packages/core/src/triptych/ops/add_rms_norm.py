@@ -20,6 +20,7 @@ from triptych.ops import rms_norm as norm
 from triptych.ops._norm_bounds import statistics_dtype, unit
 from triptych.ops.rms_norm import NORM_SCALARS, Rounding
 from triptych.opspec import OpSpec, Phase, Tensors
+from triptych.sharding.rule import Sharding
 
 Tensor = torch.Tensor
 
@@ -242,6 +243,11 @@ SPEC = OpSpec(
     differentiable=("y", "h"),
     saved=("h", "weight", "rstd"),
     gradients=(("x", "residual"), ("weight",)),
+    sharding=Sharding(
+        "... n, ... n, n -> ... n, ... n, ...",
+        "... n, ... n, ... n, n, ... -> ... n, n +...",
+        decides=("x", "residual", "h"),
+    ),
 )
 
 _add_rms_norm = define(SPEC).call

@@ -41,6 +41,8 @@ from triptych.ops._quantizer import smallest_step
 from triptych.ops.analog_weight import check_weight
 from triptych.ops.rms_norm import FLOATS, check_plain
 from triptych.opspec import OpSpec, Phase, Tensors
+from triptych.sharding import analog_linear as parts
+from triptych.sharding.rule import Sharding
 from triptych.tiling import check_tiles
 
 Tensor = torch.Tensor
@@ -442,6 +444,19 @@ SPEC = OpSpec(
     remade=("x", "weight"),
     varying=("inp_res", "out_noise", "out_bound", "out_res", "decay", "input_min_percentage"),
     gradients=(("x",), ("weight",), ("bias",), ("input_range",)),
+    sharding=Sharding(
+        "... n, c n, c, t, t c, 1 -> ... c +n, t (...) c",
+        "... c, ... n, c n, c, t, t (...) c -> ... n +c, c n +..., c +..., t +... +c",
+        splits=("...", "c", "n"),
+        decides=("x", "weight"),
+        tiles="tiles",
+        may_cut=parts.is_plain,
+        seed="seed",
+        stays=("clipped",),  # packed bits, eight channels of a part to a byte
+        weights=("weight",),
+        local_forward=parts.forward,
+        local_backward=parts.backward,
+    ),
 )
 
 _analog_linear = define(SPEC).call

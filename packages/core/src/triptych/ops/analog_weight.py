@@ -36,6 +36,8 @@ from triptych.ops._quantizer import smallest_step
 from triptych.ops.rms_norm import check_plain
 from triptych.ops.tile_abs_max import with_values
 from triptych.opspec import OpSpec, Phase, Sample, Tensors
+from triptych.sharding import analog_weight as parts
+from triptych.sharding.rule import Sharding
 from triptych.tiling import check_tiles
 
 Tensor = torch.Tensor
@@ -394,6 +396,17 @@ SPEC = OpSpec(
     saved=("weight", "clip"),
     gradients=(("weight",), ("clip",)),
     varying=("res", "std_dev"),
+    sharding=Sharding(
+        "c n, t c, 1 -> c n, t c",
+        "c n, c n, t c -> c n, t c",
+        splits=("c", "n"),
+        decides=("weight",),
+        tiles="tiles",
+        seed="seed",
+        weights=("weight",),
+        local_forward=parts.forward,
+        local_backward=parts.backward,
+    ),
 )
 
 _analog_weight = define(SPEC).call

@@ -39,6 +39,8 @@ from triptych.ops._norm_bounds import smallest, statistics_dtype, unit
 from triptych.ops.rms_norm import check_plain
 from triptych.ops.tile_abs_max import check_tiled, tiled_cases, with_values
 from triptych.opspec import OpSpec, Phase, Sample, Tensors
+from triptych.sharding import calibration
+from triptych.sharding.rule import Sharding
 
 Tensor = torch.Tensor
 Mode = Literal["std", "extremes"]
@@ -460,6 +462,12 @@ SPEC = OpSpec(
     check=check,
     typical=typical,
     samples=samples,
+    sharding=Sharding(
+        "... n, t, t, t, t -> t, t, t, t",
+        splits=("...", "n"),
+        tiles="tiles",
+        local_forward=calibration.forward(_by_std),
+    ),
 )
 
 _input_range_update = define(SPEC).call

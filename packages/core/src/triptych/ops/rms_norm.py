@@ -24,6 +24,7 @@ from triptych.errors import ArgumentError
 from triptych.ops import _norm_bounds as bounds
 from triptych.ops._norm_bounds import statistics_dtype
 from triptych.opspec import OpSpec, Phase, Sample, Tensors
+from triptych.sharding.rule import Sharding
 
 Tensor = torch.Tensor
 Rounding = Literal["after_weight", "before_weight"]
@@ -397,6 +398,7 @@ SPEC = OpSpec(
     differentiable=("y",),
     saved=("x", "weight", "rstd"),
     gradients=(("x",), ("weight",)),
+    sharding=Sharding("... n, n -> ... n, ...", "... n, ... n, n, ... -> ... n, n +..."),
 )
 
 _rms_norm = define(SPEC).call

@@ -22,6 +22,7 @@ from triptych.errors import ArgumentError
 from triptych.ops._norm_bounds import statistics_dtype
 from triptych.ops.rms_norm import FLOATS, check_plain
 from triptych.opspec import OpSpec, Phase, Sample, Tensors
+from triptych.sharding.rule import Sharding
 from triptych.tiling import check_tiles, tile_slices
 
 Tensor = torch.Tensor
@@ -173,6 +174,7 @@ SPEC = OpSpec(
     check=check,
     typical=typical,
     samples=samples,
+    sharding=Sharding("... n -> t ...", splits=("...", "n"), tiles="tiles"),
 )
 
 _tile_abs_max = define(SPEC).call

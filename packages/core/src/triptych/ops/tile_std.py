@@ -21,6 +21,7 @@ from triptych.dispatch import define
 from triptych.ops._norm_bounds import statistics_dtype, sum_error
 from triptych.ops.tile_abs_max import check_tiled, tiled_cases, typical, with_values
 from triptych.opspec import OpSpec, Phase, Sample, Tensors
+from triptych.sharding.rule import Sharding
 from triptych.tiling import tile_slices
 
 Tensor = torch.Tensor
@@ -162,6 +163,7 @@ SPEC = OpSpec(
     check=check,
     typical=typical,
     samples=samples,
+    sharding=Sharding("... n -> t", splits=("n",), tiles="tiles"),  # split rows are gathered
 )
 
 _tile_std = define(SPEC).call

@@ -9,12 +9,13 @@ import subprocess
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from triptych.errors import UsageError
+from triptych.run.witness import Sighting, Witness
 
 MARK = "_TRIPTYCH_TRIAL"
 """Set to a fresh value in each trial's environment, so that a process that left the session is still known."""
@@ -46,6 +47,7 @@ class Outcome:
         leftovers: how many processes of its tree were still there when the command itself had ended, or timed out.
         stuck: the numbers of those that outlived SIGKILL: the kernel holds them, mostly in a device's driver. Nothing
             that we can do ends them. When the command itself is among them, `signal` is the SIGKILL that it was sent.
+        sightings: the ends of the processes that were watched, as far as they came before anything was ended by us.
     """
 
     code: int | None
@@ -56,6 +58,7 @@ class Outcome:
     log: Path
     leftovers: int
     stuck: tuple[int, ...] = ()
+    sightings: Mapping[int, Sighting] = field(default_factory=dict)
 
     def __str__(self) -> str:
         if self.timed_out:
@@ -75,6 +78,7 @@ def run_trial(
     *,
     cwd: Path | None = None,
     grace: float = GRACE,
+    ends: Path | None = None,
 ) -> Outcome:
     """Run `command` to its end, or until `timeout`, and end every process that it left.
 
@@ -91,6 +95,7 @@ def run_trial(
         log_path: where its output goes. Its folder must exist.
         cwd: the working directory; None keeps ours.
         grace: seconds between SIGTERM and SIGKILL.
+        ends: the file that TRIPTYCH_ENDS names in `env`; the processes that it names are watched. None for none.
 
     Raises:
         UsageError: the command could not be started, or the log not opened.
@@ -102,7 +107,7 @@ def run_trial(
         raise UsageError(
             f"The log {log_path} cannot be written: {cause.strerror}. Name a file in an existing folder."
         ) from cause
-    with log:
+    with log, Witness(ends) as witness:
         began = time.monotonic()
         try:
             process = subprocess.Popen(
@@ -120,6 +125,7 @@ def run_trial(
             ended = _wait(process.pid, None if timeout is None else began + timeout)
             seconds = time.monotonic() - began
         finally:
+            sightings = witness.stop()
             leftovers, stuck = _end_tree(process.pid, mark, grace)
             status = _reap(process, stuck)
             if status is None:
@@ -141,6 +147,7 @@ def run_trial(
         log=log_path,
         leftovers=leftovers,
         stuck=stuck,
+        sightings=sightings,
     )
 
 

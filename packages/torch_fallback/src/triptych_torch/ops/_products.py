@@ -2,6 +2,9 @@
 
 On CUDA 16-bit operands stay as they are. On the CPU they become float32, where PyTorch's bfloat16 product is not
 oneDNN's; its float16 product is slow wherever the processor has no float16 arithmetic.
+
+A compiler that traces through an op (`triptych.inline`) finds a product as one operator: which kernel adds in which
+order, and the settings of float32 products, are matters of the moment when it runs.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
+from triptych_torch.ops import _tracing
 from triptych_torch.ops._tiles import wide_dtype
 
 Tensor = torch.Tensor
@@ -51,10 +55,29 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None = None
         dtype: of the result; rounded to once.
         bias: [N], of any dtype.
     """
+    if _tracing.traced():
+        traced: Tensor = torch.ops.triptych_torch.product(a, b, dtype, bias)
+        return traced
+    return _product(a, b, dtype, bias)
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
     if bias is None or (bias.dtype is dtype and _comes_out_in(a, b, dtype)):
         return _matmul(a, b, dtype, bias)
     total = _matmul(a, b, wide_dtype(dtype), None)
     return torch.add(total, bias, out=total if total.dtype is dtype else torch.empty_like(total, dtype=dtype))
+
+
+_library = torch.library.Library("triptych_torch", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "product(Tensor a, Tensor b, ScalarType dtype, Tensor? bias) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+_library.impl("product", _product, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake(
+    "triptych_torch::product",
+    lambda a, b, dtype, bias: torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device),
+    lib=_library,
+)
 
 
 def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from triptych_torch.ops import _tracing
 from triptych_torch.ops import rms_norm as norm
 
 Tensor = torch.Tensor
@@ -16,7 +17,9 @@ def forward(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, h = x + residual, both in x's dtype, and rstd of h; all contiguous."""
-    h = torch.add(x, residual, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
+    h = torch.add(
+        _tracing.operand(x), _tracing.operand(residual), out=torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    )
     y, rstd = norm.forward(h, weight, eps, offset, rounding)
     return y, h, rstd
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from triptych_torch.ops import _tracing
+
 Tensor = torch.Tensor
 Pair = tuple[Tensor, Tensor]
 
@@ -16,11 +18,11 @@ def forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, roundin
     if _has_fused(x, weight, offset, rounding) and x.is_contiguous():
         y, rstd = torch.ops.aten._fused_rms_norm(x, x.shape[-1:], weight, eps)
         return y, rstd.view(x.shape[:-1])
-    wide = x.to(_statistics_dtype(x.dtype))
+    wide = _tracing.operand(x).to(_statistics_dtype(x.dtype))
     rstd = torch.rsqrt(wide.square().sum(-1, keepdim=True).div_(max(x.shape[-1], 1)).add_(eps))
     y = torch.mul(wide, rstd, out=torch.empty(x.shape, dtype=wide.dtype, device=x.device))
     if rounding == "before_weight":
-        y = y.to(x.dtype).to(wide.dtype)
+        y = _tracing.rounded(y, x.dtype)
     if weight is not None:
         y *= weight + offset if weight.dtype == wide.dtype else weight.to(wide.dtype) + offset
     return y.to(x.dtype), rstd.view(x.shape[:-1])
@@ -56,12 +58,12 @@ def wide_backward(
 ) -> Pair:
     """Both gradients in rstd's dtype, not yet rounded; one that is not wanted has shape [0]."""
     columns = x.shape[-1]
-    wide_dy = dy.to(rstd.dtype)
+    x, wide_dy = _tracing.operand(x), _tracing.operand(dy).to(rstd.dtype)
     scale = rstd.unsqueeze(-1)
     xhat = torch.mul(x, scale, out=torch.empty(x.shape, dtype=rstd.dtype, device=x.device))
     dx, dw = (torch.empty(0, dtype=rstd.dtype, device=x.device) for _ in range(2))
     if need_dw and weight is not None:
-        seen = xhat.to(x.dtype).to(rstd.dtype) if rounding == "before_weight" else xhat
+        seen = _tracing.rounded(xhat, x.dtype) if rounding == "before_weight" else xhat
         dw = (wide_dy * seen).reshape(x.numel() // max(columns, 1), columns).sum(0)
     if need_dx:
         wdy = wide_dy if weight is None else wide_dy * (weight.to(rstd.dtype) + offset)
@@ -71,7 +73,9 @@ def wide_backward(
 
 
 def _has_fused(x: Tensor, weight: Tensor | None, offset: float, rounding: str) -> bool:
-    """ATen's kernel takes one dtype, has no offset, rounds once; it exists for CUDA only."""
+    """ATen's kernel takes one dtype, has no offset, rounds once; it exists for CUDA only. A compiler cannot fuse it."""
+    if _tracing.traced():
+        return False
     same = weight is None or (weight.dtype == x.dtype and weight.is_contiguous())
     return x.is_cuda and same and offset == 0 and x.numel() > 0 and (rounding == "after_weight" or weight is None)
 
