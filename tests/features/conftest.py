@@ -101,4 +101,3 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def _inlined(item: pytest.Item) -> set[tuple[str, str]]:
     """What a test says ran where nothing counts it: operators that were traced through."""
     return {(op, backend) for key, op, backend in item.user_properties if key == "inlined"}  # type: ignore[misc]
-

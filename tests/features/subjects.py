@@ -112,7 +112,7 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "analog_clipped": Subject(
         lambda: Analog(config(CONVERTERS, UNCALIBRATED, GAUSSIAN)),
-        ("tile_std", "tile_abs_max", "analog_linear"),
+        ("tile_abs_max", "analog_linear"),
     ),
 }
 DETERMINISTIC = tuple(name for name, subject in SUBJECTS.items() if not subject.random)

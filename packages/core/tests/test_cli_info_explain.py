@@ -72,6 +72,7 @@ def test_a_decision(program: Program, fresh_scope: Path) -> None:
         f"rms_norm.forward runs on composite (triptych {version})\n"
         "  decided by: @blocks.*=spy,composite (triptych.use rule 2)\n"
         f"  not spy: {REASON}\n"
+        "  compile mode: opaque (default)\n"
         f"  asked: rms_norm.forward({ASKED})\n",
         "",
     )
@@ -86,6 +87,7 @@ def test_a_decision(program: Program, fresh_scope: Path) -> None:
         "broken": [],
         "distribution": "triptych",
         "version": version,
+        "compile": {"mode": "opaque", "source": "default", "opaque": "the compile mode is opaque"},
     }
 
 

@@ -30,7 +30,7 @@ def test_an_unknown_variable_is_an_error_before_anything_runs(
         triptych.rms_norm(X)
     assert str(raised.value) == (
         "Environment variable TRIPTYCH_BACKND begins with TRIPTYCH_ but Triptych has no such variable. "
-        "Did you mean 'TRIPTYCH_BACKEND' or 'TRIPTYCH_TRACE' or 'TRIPTYCH_CHECK'? Correct it or unset it."
+        "Did you mean 'TRIPTYCH_BACKEND' or 'TRIPTYCH_ENDS' or 'TRIPTYCH_TRACE'? Correct it or unset it."
     )
 
 

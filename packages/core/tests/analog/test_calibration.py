@@ -20,8 +20,8 @@ from triptych.analog import (
     convert_to_analog,
     named_analog_layers,
 )
-from triptych.analog.calibration import quantile_of
 from triptych.analog.layer import must_be_called
+from triptych.analog.observers import quantile_of
 
 RANGE = AnalogConfig().replaced({"pre_post.input_range.enable": True, "mapping.max_input_size": 5})
 QUANTISED = RANGE.replaced({"forward.inp_res": 4, "forward.out_bound": 0.5, "forward.out_res": 4})

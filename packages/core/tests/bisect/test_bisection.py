@@ -49,7 +49,7 @@ def test_the_report_of_one_culprit(tmp_path: Path) -> None:
     assert value["culprits"] == [
         {
             "op": "rms_norm", "phase": "backward", "layer": "blocks.1.norm", "call": 100, "calls": 1, "backend": "bad",
-            "elsewhere": False, "capture": capture, "replay": "differs",
+            "elsewhere": False, "capture": capture, "replay": "differs", "rank": None, "ranks": [], "alike": None,
         }
     ]  # fmt: skip
     assert value["victims"] == value["suspects"] == []

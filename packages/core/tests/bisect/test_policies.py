@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -45,7 +45,7 @@ def chosen(text: str, record: Record) -> str:
 
 
 def candidate(record: Record) -> Candidate:
-    return Candidate(record.op, record.phase, record.layer, record.call)
+    return Candidate(record.op, record.phase, record.layer, record.call, record.rank)
 
 
 def job(layers: int, steps: int) -> list[Record]:
@@ -125,6 +125,55 @@ def test_several_processes_with_layers_of_their_own(data: st.DataObject) -> None
     for record in records:
         expected = ("triton", "cuda")[record.rank] if candidate(record) in subset else "torch"
         assert chosen(text, record) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_subset_of_the_ranks_is_swapped_on_these_ranks_only(data: st.DataObject) -> None:
+    """The same calls on every rank, or layers of their own, with names that rules can write."""
+    several = data.draw(st.integers(2, 5))
+    if data.draw(st.booleans()):
+        one = list(data.draw(traces(processes=1)))
+        records = [replace(each, rank=rank) for each in one for rank in range(several)]
+    else:
+        records = data.draw(traces(processes=several))
+    plain = "abcdefgh.01"
+    records = [each for each in records if each.layer and set(each.layer) <= set(plain)]
+    written = writer(data.draw(st.sampled_from(POLICIES)), data.draw(st.sampled_from(POLICIES)), records)
+    subset = {each for each in written.candidates if data.draw(st.booleans())}
+    into, out = written.swapped_in(subset), written.swapped_out(subset)
+    for record in records:
+        site = (record.op, record.phase, record.layer, record.call, record.rank)
+        good, bad = written.good.choice(*site), written.bad.choice(*site)
+        assert chosen(into, record) == (bad if candidate(record) in subset else good)
+        assert chosen(out, record) == (good if candidate(record) in subset else bad)
+
+
+@pytest.mark.parametrize(
+    ("pick", "text"),
+    [
+        (lambda each: each.rank in (1, 2), "torch;rms_norm%1:3=triton"),
+        (lambda each: each.rank != 2 and each.phase == "backward", "torch;rms_norm.backward%0:2,3=triton"),
+        (lambda each: each.call == 2 and each.phase == "forward", "torch;rms_norm.forward#2=triton"),
+        (
+            lambda each: each.phase == "forward" and (each.call < 2 or (each.call == 2 and each.rank < 2)),
+            "torch;rms_norm.forward#0:2=triton;rms_norm.forward#2%0:2=triton",
+        ),
+    ],
+)
+def test_ranks_are_spans_and_named_only_where_it_matters(pick, text: str) -> None:  # type: ignore[no-untyped-def]
+    records = [replace(each, rank=rank) for each in job(layers=2, steps=2) for rank in range(4)]
+    written = writer("torch", "triton", records)
+    assert written.ranks == (0, 1, 2, 3)
+    assert written.swapped_in([each for each in written.candidates if pick(each)]) == text
+
+
+def test_a_capture_selects_the_rank_where_there_are_several() -> None:
+    records = job(layers=1, steps=1)
+    chosen_one = candidate(records[0])
+    assert writer("torch", "triton", records).selectors([chosen_one]) == "rms_norm.forward#0"
+    ranked = [replace(each, rank=rank) for each in records for rank in range(2)]
+    assert writer("torch", "triton", ranked).selectors([replace(chosen_one, rank=1)]) == "rms_norm.forward#0%1"
 
 
 def test_an_unnamed_layer_beside_a_named_one_of_another_process_with_the_same_number() -> None:

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from triptych.bisect.predicates import (
-    Ending,
-    Verdict,
-    check_variable,
-    describe,
-    judge,
-    last_words,
-    normalised,
-    parse_predicates,
-    refusal,
-)
+from triptych.bisect.endings import Ending, describe, last_words, normalised, refusal
+from triptych.bisect.predicates import Verdict, check_variable, judge, parse_predicates
 from triptych.errors import UsageError
+from triptych.run.ranks import Process, Raised
 
 TRACEBACK = """\
 step 3
@@ -74,6 +68,95 @@ def test_the_launcher_that_reports_a_failed_rank_is_not_the_failure(log: Path) -
         "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
     )
     assert describe(ending(log, text, code=1)) == "ValueError: nan N"
+
+
+PEER = (
+    '[rank0]: Traceback (most recent call last):\n[rank0]:   File "job.py", line 9\n'
+    "[rank0]: RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:41858. This is typically ...\n"
+)
+LAUNCHER = (
+    'Traceback (most recent call last):\n  File "torchrun", line 8\n'
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+    "Failures:\n[1]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : -15 (pid: 100)  (SIGTERM)\n"
+    "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : {0} (pid: 101)\n"
+)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_lost_connection_is_not_the_failure(log: Path, first: bool) -> None:
+    own = "[rank1]: Traceback (most recent call last):\n[rank1]: ValueError: nan 3\n"
+    text = (own + PEER if first else PEER + own) + LAUNCHER.format(1)
+    assert describe(ending(log, text, code=1)) == "ValueError: nan N"
+    assert describe(ending(log, PEER + LAUNCHER.format(1), code=1)).startswith("RuntimeError: [pair.cc:N] Connection")
+
+
+def test_lines_of_ranks_between_each_other_are_read_rank_by_rank(log: Path) -> None:
+    lines = [
+        "[rank1]: Traceback (most recent call last):",
+        "[rank0]: Traceback (most recent call last):",
+        '[rank1]:   File "job.py", line 2',
+        '[default0]:[rank0]:   File "job.py", line 9',
+        "[rank0]: RuntimeError: Connection closed by peer",
+        "[rank1]: KeyError: 'weight'",
+    ]
+    assert describe(ending(log, "\n".join(lines) + "\n", code=1)) == "KeyError: 'weight'"
+
+
+def test_a_launchers_summary_names_the_signal(log: Path) -> None:
+    assert describe(ending(log, PEER + LAUNCHER.format(-11), code=1)) == "memory fault"
+    assert describe(ending(log, PEER + LAUNCHER.format(-8), code=1)) == "SIGFPE"
+    assert verdict("signal", ending(log, PEER + LAUNCHER.format(-8), code=1)) is Verdict.FAIL
+
+
+def test_what_a_parent_says_of_its_child_counts_where_nothing_else_does(log: Path) -> None:
+    said = (
+        "Traceback (most recent call last):\n  File x\n"
+        "torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with signal SIGSEGV\n"
+    )
+    assert describe(ending(log, said, code=1)) == "ProcessExitedException: process N terminated with signal SIGSEGV"
+    own = "Traceback (most recent call last):\n  File y\nValueError: x\n"
+    for text in (own + said, said + own):
+        assert describe(ending(log, text, code=1)) == "ValueError: x"
+
+
+def rank(**how: Any) -> Process:
+    return Process(101, 1, 1, 0.0, ended=1.0, **how)
+
+
+@pytest.mark.parametrize(
+    ("failed", "signature"),
+    [
+        (rank(raised=Raised("builtins.ValueError", "loss is 3\nmore")), "ValueError: loss is N"),
+        (rank(raised=Raised("builtins.AssertionError", ""), status=1), "AssertionError"),
+        (rank(raised=Raised("triptych.errors.CheckFailed", "x"), status=-15), "CheckFailed: nonfinite a.forward"),
+        (rank(status=-11), "memory fault"),
+        (rank(status=-6), "SIGABRT"),
+        (rank(status=7), "exit status 7"),
+        (rank(), "ended without a word"),
+    ],
+)
+def test_the_rank_that_failed_first_is_the_failure(log: Path, failed: Process, signature: str) -> None:
+    """Whatever the log and the launcher say, and also when the others waited until the time was up."""
+    base = ending(log, PEER + LAUNCHER.format(1), code=1, findings=("nonfinite a.forward",))
+    for found in (replace(base, failed=failed), replace(base, code=None, signal=15, timed_out=True, failed=failed)):
+        assert describe(found) == signature
+        assert verdict("exit", found) is Verdict.FAIL
+        assert verdict("exit", found, reference="exit status 1") is Verdict.OTHER
+        assert verdict("timeout", found, usual="exit status 0") is Verdict.OTHER
+        assert verdict("signal", found, usual="exit status 0") is (
+            Verdict.FAIL if signature in ("memory fault", "SIGABRT") else Verdict.OTHER
+        )
+
+
+def test_a_rank_that_skips_says_nothing(log: Path) -> None:
+    assert verdict("exit", replace(ending(log, code=1), failed=rank(status=125))) is Verdict.UNRESOLVED
+
+
+def test_a_refusal_on_a_rank_is_one(log: Path) -> None:
+    refused = Raised("triptych.errors.Refused", "rms_norm.forward in layer 'a' on 'x' (rule 1, \"x\")\n  - no.")
+    found = replace(ending(log, PEER, code=1), failed=rank(raised=refused))
+    assert describe(found) == "Refused: rms_norm.forward on 'x'"
+    assert verdict("exit", found) is Verdict.UNRESOLVED
 
 
 def test_signatures_without_a_traceback(log: Path) -> None:
