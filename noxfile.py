@@ -160,8 +160,8 @@ def types(session: nox.Session) -> None:
     """mypy, strict: the four distributions and the examples."""
     run(session, "mypy")
     run(session, "mypy", "-p", "triptych_shaky")
-    examples = ("byte_model.py", "memory_cells.py", "train_text.py", "train_analog.py", "third_party_op.py")
-    run(session, "mypy", *(f"examples/{name}" for name in examples), env={"MYPYPATH": "examples"})
+    examples = sorted(str(file) for file in Path("examples").glob("*.py"))
+    run(session, "mypy", *examples, env={"MYPYPATH": "examples"})
 
 
 @nox.session(venv_backend="none", requires=["toolchain"], default=False)
@@ -205,22 +205,29 @@ def parity(session: nox.Session) -> None:
 @nox.session(requires=["environment"], default=False)
 def deepspeed(session: nox.Session) -> None:
     """Weight clipping under DeepSpeed (ZeRO 1 to 3, two processes), in an environment of its own."""
-    foreign(session, "test_deepspeed.py", "deepspeed==0.19.8", env={"DS_BUILD_OPS": "0"})
+    foreign(session, "packages/core/tests/analog/test_deepspeed.py", "deepspeed==0.19.8", env={"DS_BUILD_OPS": "0"})
 
 
 @nox.session(requires=["environment"], default=False)
 def trainer(session: nox.Session) -> None:
     """Weight clipping under Hugging Face's Trainer and accelerate, in an environment of its own."""
-    foreign(session, "test_trainer.py", "transformers==5.24.0", "accelerate==1.15.0")
+    foreign(session, "packages/core/tests/analog/test_trainer.py", "transformers==5.24.0", "accelerate==1.15.0")
+
+
+@nox.session(requires=["environment"], default=False)
+def accelerate(session: nox.Session) -> None:
+    """The examples under `accelerate launch` (two processes; DDP, DeepSpeed ZeRO-2), in an environment of its own."""
+    requirements = ("accelerate==1.15.0", "transformers==5.24.0", "deepspeed==0.19.8")
+    foreign(session, "tests/test_accelerate_example.py", *requirements, env={"DS_BUILD_OPS": "0"})
 
 
 def foreign(session: nox.Session, test: str, *requirements: str, env: dict[str, str] | None = None) -> None:
-    """Run a test of the analog layers with packages that the shared environment is spared."""
+    """Run a test with packages that the shared environment is spared."""
     session.install(*group("build"), *group("test"), f"torch=={PINS['torch']}")
     session.install(*requirements, env=env)
     session.install(*in_place(FOLDERS["composite"], FOLDERS["torch"]))
     settings = {**CLEAN, **ON_CPU, **ONE_THREAD}
-    session.run("python", "-m", "pytest", "-q", f"packages/core/tests/analog/{test}", *session.posargs, env=settings)
+    session.run("python", "-m", "pytest", "-q", test, *session.posargs, env=settings)
 
 
 @nox.session(venv_backend="none", requires=["toolchain"], default=False)

@@ -23,16 +23,15 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.width = dim // heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        batch, length, dim = x.shape
-        heads = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads)
+        heads = self.qkv(x).unflatten(-1, (3, -1, self.width))  # as many as this layer has weights for: see parallel.py
         q, k, v = heads.permute(2, 0, 3, 1, 4)  # each [B, H, S, D]
         mixed = functional.scaled_dot_product_attention(rotate(q, rotation), rotate(k, rotation), v, is_causal=True)
-        y: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, dim))
+        y: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return y
 
 
@@ -41,7 +40,7 @@ class SwiGLU(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        hidden = -(-8 * dim // 3 // 16) * 16  # as many weights as a plain network of 4 dim, in multiples of 16
+        hidden = hidden_width(dim)
         self.gate_up = nn.Linear(dim, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
 
@@ -49,6 +48,11 @@ class SwiGLU(nn.Module):
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         y: Tensor = self.down(functional.silu(gate) * up)
         return y
+
+
+def hidden_width(dim: int) -> int:
+    """Of the feed-forward network: as many weights as a plain network of 4 dim, in multiples of 16."""
+    return -(-8 * dim // 3 // 16) * 16
 
 
 class Block(nn.Module):

@@ -20,6 +20,7 @@ from triptych.call import TensorMeta
 from triptych.dispatch import define
 from triptych.errors import ArgumentError
 from triptych.opspec import OpSpec, Phase, Sample, Tensors
+from triptych.sharding.rule import Sharding
 
 Tensor = torch.Tensor
 
@@ -115,6 +116,7 @@ SPEC = OpSpec(
     differentiable=("y",),
     saved=("x",),
     gradients=(("x",),),
+    sharding=Sharding("... -> ...", "..., ... -> ..."),  # any dimension may be spread over processes
 )
 
 _scaled_square = define(SPEC).call

@@ -34,9 +34,12 @@ from byte_model import ByteModel
 from memory_cells import FIRST_READ, Change, drift, noise, programmed
 from rich.console import Console
 from rich.table import Table
+from text_data import windows
 from torch import Tensor
 from train_text import History
+from trainer import Trainer
 
+import triptych
 from triptych import analog
 from triptych.analog import WeightClipType, WeightNoiseInjectionType
 
@@ -49,7 +52,7 @@ TIMES = {"20 s": FIRST_READ, "1 hour": 3600.0, "1 day": 86400.0, "1 month": 2.6e
 PLOTS = (".png", ".svg")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings(train_text.Settings):
     """One run, as the command line gave it."""
 
@@ -87,7 +90,7 @@ def train(settings: Settings, train_data: Tensor, held_out_data: Tensor, console
         history = History([], [])
         print(f"{title}:", flush=True)
         with train_text.progress(settings.steps, console, title) as shown:
-            train_text.train(network, settings, train_data, held_out_data, history, shown)
+            train_text.train(Trainer(network, settings.compile), settings, train_data, held_out_data, history, shown)
         return Trained(title, network.eval(), history)
 
     yield run("digital", network, settings)
@@ -115,10 +118,7 @@ def on_crossbars(network: ByteModel, settings: Settings, train_data: Tensor) -> 
     """A digital network on the crossbars that the other was trained for, its input ranges taken from training text."""
     mapped = analog.convert_to_analog(network, configuration(settings), exclude=DIGITAL)
     generator = torch.Generator().manual_seed(0)
-    batches = (
-        train_text.windows(train_data, settings.batch, settings.length, generator)[0]
-        for _ in range(CALIBRATION_BATCHES)
-    )
+    batches = (windows(train_data, settings.batch, settings.length, generator)[0] for _ in range(CALIBRATION_BATCHES))
     analog.calibrate_input_ranges(mapped, "MovingQuantile", batches, quantile=0.999)
     return mapped
 
@@ -146,12 +146,13 @@ def conditions(settings: Settings) -> Iterator[tuple[str, str, float, list[Chang
 def compare(settings: Settings, digital: ByteModel, trained: ByteModel, data: Tensor, console: Console) -> list[Row]:
     """The losses of two networks on crossbars, under every condition. The draws are the same chips for both."""
     rows = []
+    trainers = [Trainer(network) for network in (digital, trained)]
     for kind, label, amount, changes in conditions(settings):
         losses: tuple[list[float], list[float]] = ([], [])
         for draw in range(settings.draws if changes else 1):
-            for network, found in zip((digital, trained), losses, strict=True):
-                with programmed(network, changes, draw):
-                    found.append(train_text.evaluate(network, data, settings, label))
+            for trainer, found in zip(trainers, losses, strict=True):
+                with programmed(trainer.network, changes, draw):
+                    found.append(train_text.evaluate(trainer, data, settings, label))
         rows.append(Row(kind, label, amount, *losses))
     return rows
 
@@ -172,7 +173,7 @@ def summarise(trained: list[Trained], rows: list[Row], console: Console) -> None
         gain = statistics.fmean(row.digital) - statistics.fmean(row.analog)
         table.add_row(row.label, shown(row.digital), shown(row.analog), f"{gain:+.3f}")
     console.print(table)
-    train_text.summarise_backends(console)
+    train_text.summarise_backends(console, {"": triptych.report().rows})
 
 
 def shown(losses: list[float]) -> str:
