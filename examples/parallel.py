@@ -108,9 +108,9 @@ def joined(settings: Settings, device_type: str) -> Iterator[Ranks]:
 def settle() -> None:
     """Before a rank ends: let gloo's threads have the interpreter's lock until they are done with the last tensors.
 
-    One that wants it later, to free the Python side of a tensor, aborts the process if Python is shutting down, and waits
-    for ever if the lock is held by what is freeing the group: DistributedDataParallel and FSDP keep the group until
-    then. Without this, one run in ten ends so.
+    One that wants it later, to free the Python side of a tensor, aborts the process if Python is shutting down, and
+    waits for ever if the lock is held by what is freeing the group: DistributedDataParallel and FSDP keep the group
+    until then. Without this, one run in ten ends so.
     """
     if dist.get_backend() == "gloo":
         time.sleep(0.2)

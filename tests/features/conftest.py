@@ -43,13 +43,22 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=PLACES)
+@pytest.fixture(params=[PLACES[0], PLACES[2]])
 def two_ranks(request: pytest.FixtureRequest) -> Ranks:
     """Two processes of one group; see ranks.py."""
     return _group(2, *request.param)
 
 
-@pytest.fixture(params=PLACES[:2])
+@pytest.fixture(params=PLACES)
+def sharing_ranks(request: pytest.FixtureRequest) -> Ranks:
+    """Two processes that may share one GPU, for what needs only all-reduce, broadcast and all-gather of lists.
+
+    Over gloo these work on a GPU's tensors; the other collectives end the process there.
+    """
+    return _group(2, *request.param)
+
+
+@pytest.fixture(params=PLACES[:1])
 def four_ranks(request: pytest.FixtureRequest) -> Ranks:
     """Four of them."""
     return _group(4, *request.param)
@@ -99,5 +108,5 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def _inlined(item: pytest.Item) -> set[tuple[str, str]]:
-    """What a test says ran where nothing counts it: operators that were traced through."""
-    return {(op, backend) for key, op, backend in item.user_properties if key == "inlined"}  # type: ignore[misc]
+    """What a test says ran where nothing counts it, as (op, backend): traced through, or in processes of its own."""
+    return {value for key, value in item.user_properties if key == "inlined"}  # type: ignore[misc]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from twins import pairs, train_alike
 
-import triptych
+from triptych.scope import process_policy
 
 INTERPRETED = ("rms_norm", "add_rms_norm", "analog_noise")
 
@@ -57,7 +57,7 @@ def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
 def check(name: str, backend: str, device: str, model: Callable[[nn.Sequential], nn.Module]) -> None:
     blocks = 1 if backend == "triton" else 2
     x = batch(device, rows=2)
-    with triptych.use(backend), ran_on(backend, name):
+    with process_policy(backend), ran_on(backend, name):
         plain = gradients(build(name, device, blocks), x)
         again = gradients(model(build(name, device, blocks)), x)
     assert_same_bits(again, plain)
@@ -75,7 +75,7 @@ def test_both_kinds(name: str, backend: str, device: str, reentrant: bool) -> No
 def test_other_noise_without_the_state_of_the_generator(device: str, reentrant: bool) -> None:
     """The user's choice; that it shows is what tells that the other tests can fail."""
     x = batch(device, rows=2)
-    with triptych.use("torch"), ran_on("torch", "analog_noise"):
+    with process_policy("torch"), ran_on("torch", "analog_noise"):
         plain = gradients(build("analog_noise", device), x)
         again = gradients(wrapped(build("analog_noise", device), use_reentrant=reentrant, preserve_rng_state=False), x)
     assert torch.equal(again[0], plain[0])
@@ -88,7 +88,7 @@ def test_a_batch_is_counted_once(device: str, reentrant: bool, backend: str) -> 
     name = "analog_calibrating"
     if backend == "triton" and device == "cpu":
         pytest.skip("its interpreter takes too long, and calibration is the same on each backend")
-    with triptych.use(backend), ran_on(backend, name):
+    with process_policy(backend), ran_on(backend, name):
         model = wrapped(build(name, device), use_reentrant=reentrant)
         gradients(model, batch(device, rows=2))
         assert model[0].block.up.input_range_update_idx.tolist() == [1, 1]  # type: ignore[union-attr]
@@ -119,7 +119,7 @@ def test_what_is_saved_is_not_run_again(device: str, saved: bool) -> None:
         context_fn=partial(create_selective_checkpoint_contexts, ours),
     )
     before = counts()
-    with triptych.use("torch"):
+    with process_policy("torch"):
         gradients(model, batch(device))
     ran = counts() - before
     assert ran == {("rms_norm", "forward", "torch"): 2 if saved else 4, ("rms_norm", "backward", "torch"): 2}

@@ -30,6 +30,13 @@ from triptych.layers import AddRMSNorm, RMSNorm
 from triptych.testing.checks.tracing import CountingCompiler
 
 HEADS = 2
+RESIZED = [
+    (name, backend)
+    for name in SUBJECTS
+    for backend in BACKENDS
+    if backend != "triton" or name in ("rms_norm", "analog")
+]
+"""Without a GPU triton's kernels are interpreted: each of its analog models would take ten seconds."""
 
 
 @pytest.fixture(autouse=True)
@@ -62,20 +69,20 @@ def test_a_training_step_equals_eager(name: str, backend: str, device: str) -> N
     model, plain, x = build(name, device, blocks=1), build(name, device, blocks=1), batch(device)
     compiler = CountingCompiler("aot_eager")
     function = torch.compile(model, fullgraph=True, backend=compiler, dynamic=False)
-    with triptych.use(backend), ran_on(backend, name):
+    with scope.process_policy(backend), ran_on(backend, name):
         expected = trained(plain, plain, x)
-    with triptych.use(backend), ran_on(backend, name):
+    with scope.process_policy(backend), ran_on(backend, name):
         assert_same(trained(model, function, x), expected)
     assert compiler.graphs == 1
 
 
 @pytest.mark.feature("torch.compile, dynamic shapes")
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize(("name", "backend"), RESIZED)
 def test_other_sizes_compile_nothing_again(name: str, backend: str, device: str) -> None:
     model, plain = build(name, device, blocks=1), build(name, device, blocks=1)
     compiler = CountingCompiler("aot_eager")
     function = torch.compile(model, fullgraph=True, backend=compiler)
-    with torch.no_grad(), triptych.use(backend):
+    with torch.no_grad(), scope.process_policy(backend):
         for number, (rows, length) in enumerate(((4, 6), (7, 5), (9, 3))):
             x = batch(device, rows, length, number)
             for dimension in (0, 1):
@@ -98,9 +105,9 @@ def test_everything_dynamic_compiles_nothing_again_after_the_first_call(name: st
     graphs = []
     for number, rows in enumerate((4, 7, 9)):
         x = batch(device, rows=rows, number=number)
-        with triptych.use("torch"), ran_on("torch", name):
+        with scope.process_policy("torch"), ran_on("torch", name):
             found = trained(model, function, x)
-        with triptych.use("torch"):
+        with scope.process_policy("torch"):
             assert_same(found, trained(plain, plain, x))
         graphs.append(compiler.graphs)
     assert graphs in ([1, 1, 1], [2, 2, 2])
@@ -171,12 +178,12 @@ def test_inductor_makes_one_graph_of_a_block_for_all_backends(device: str) -> No
 
 @pytest.mark.feature("torch.compile, reduce-overhead")
 def test_reduce_overhead_replays_what_was_recorded(backend: str, device: str) -> None:
-    """On a GPU the third step is a CUDA graph: no operator runs, and results follow the input all the same."""
+    """On a GPU the fourth step is a CUDA graph: no operator runs, and results follow the input all the same."""
     model, plain = blocks(device)
     function = torch.compile(model, fullgraph=True, mode="reduce-overhead")
     counters.clear()
     with scope.process_policy(backend):
-        for number in range(5):
+        for number in range(5 if device == "cuda" else 1):
             x = batch(device, number=number)
             torch.compiler.cudagraph_mark_step_begin()
             before = counts()
@@ -184,4 +191,4 @@ def test_reduce_overhead_replays_what_was_recorded(backend: str, device: str) ->
             ran = dict(counts() - before)
             assert ran == ({} if device == "cuda" and number >= 3 else of_one_step(backend))
             assert_same(found, trained(plain, plain, x))
-    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert (counters["inductor"]["cudagraph_skips"] == 0) is (device == "cuda")

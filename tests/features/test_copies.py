@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import triptych
 from triptych.layers.naming import Layer
+from triptych.scope import process_policy
 
 EACH_OP = ("rms_norm", "add_rms_norm", "analog_calibrating", "analog_clipped")
 """Subjects that together run every op: enough where the backend matters little."""
@@ -85,14 +86,14 @@ def test_every_kind_of_copy_trains_as_the_original(name: str, duplicate: Duplica
 
 
 def check_copy(name: str, duplicate: Duplicate, backend: str, device: str) -> None:
-    with triptych.use(backend):
+    with process_policy(backend):
         model = original(name, device)
         twin = duplicate(model)
     state = copy.deepcopy(model.state_dict())
-    with triptych.use(backend), ran_on(backend, name):
+    with process_policy(backend), ran_on(backend, name):
         found = train(twin, device)
     assert_equal(dict(model.state_dict()), dict(state))  # nothing is shared
-    with triptych.use(backend):
+    with process_policy(backend):
         assert_equal(found, train(model, device))
     assert names(twin) == names(model) and all(names(twin))
 
@@ -145,14 +146,14 @@ def test_a_model_made_on_meta_takes_the_values_of_a_state(name: str, device: str
 
 
 def trained_and_late(name: str, backend: str, device: str) -> tuple[nn.Sequential, nn.Sequential]:
-    with triptych.use(backend):
+    with process_policy(backend):
         return original(name, device), on_meta(name)
 
 
 def assert_trains_alike(name: str, backend: str, device: str, late: nn.Module, model: nn.Module) -> None:
-    with triptych.use(backend), ran_on(backend, name):
+    with process_policy(backend), ran_on(backend, name):
         found = train(late, device)
-    with triptych.use(backend):
+    with process_policy(backend):
         assert_equal(found, train(model, device))
 
 

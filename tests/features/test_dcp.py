@@ -14,7 +14,7 @@ from subjects import CALIBRATED, CONVERTERS, Analog, assert_close, batch, build,
 from torch import nn
 from twins import EACH_OP, assert_same_everywhere, pairs, state_of
 
-import triptych
+from triptych.scope import process_policy
 
 FAST_AND_CLIPS = {
     "pre_post.input_range.fast_mode": True,
@@ -77,7 +77,7 @@ def save(rank: Rank, name: str, backend: str, layout: str, folder: str, blocks: 
     model = laid_out(plain, rank, layout)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     world = 1 if layout == "alone" else rank.world
-    with triptych.use(backend), ran_on(backend, "analog_calibrating" if name == "everything" else name):
+    with process_policy(backend), ran_on(backend, "analog_calibrating" if name == "everything" else name):
         train(model, optimizer, rank, world, range(1))
         state = parts(model, optimizer)
         assert list(state["model"]) == keys
@@ -101,7 +101,7 @@ def load(rank: Rank, name: str, backend: str, layout: str, folder: str, blocks: 
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     world = 1 if layout == "alone" else rank.world
-    with triptych.use(backend):
+    with process_policy(backend):
         losses = train(model, optimizer, rank, world, range(1, 3))
     if layout == "ddp":
         assert_same_everywhere(model.module.state_dict().values())
@@ -179,7 +179,7 @@ def whole(rank: Rank, name: str, folder: str) -> None:
         before = plain.state_dict()[key]
         if rank.number == 0:
             assert torch.equal(value, before * 3 if value.is_floating_point() else before + 3), key
-    with triptych.use("torch"):
+    with process_policy("torch"):
         assert bool(step(model, batch(rank.device)).isfinite())
 
 

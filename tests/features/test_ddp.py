@@ -25,9 +25,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from twins import EACH_OP, assert_same_everywhere, full, made, pairs, train_alike
 
-import triptych
 from triptych.analog import AnalogLinear, convert_to_analog, named_analog_layers, synchronise_ranges
 from triptych.errors import UsageError
+from triptych.scope import process_policy
 
 
 def replicated(model: nn.Module, rank: Rank, **how: Any) -> DistributedDataParallel:
@@ -43,8 +43,8 @@ def train(rank: Rank, name: str, backend: str, **how: Any) -> None:
 
 @pytest.mark.feature("DDP")
 @pytest.mark.parametrize(("name", "backend"), pairs())
-def test_training(two_ranks: Ranks, name: str, backend: str) -> None:
-    two_ranks(train, name, backend)
+def test_training(sharing_ranks: Ranks, name: str, backend: str) -> None:
+    sharing_ranks(train, name, backend)
 
 
 @pytest.mark.feature("DDP")
@@ -60,8 +60,8 @@ def test_training(two_ranks: Ranks, name: str, backend: str) -> None:
     ],
     ids=str,
 )
-def test_options(two_ranks: Ranks, name: str, how: dict[str, Any]) -> None:
-    two_ranks(train, name, "torch", **how)
+def test_options(sharing_ranks: Ranks, name: str, how: dict[str, Any]) -> None:
+    sharing_ranks(train, name, "torch", **how)
 
 
 def accumulate(rank: Rank, name: str, backend: str) -> None:
@@ -80,8 +80,8 @@ def accumulate(rank: Rank, name: str, backend: str) -> None:
 
 @pytest.mark.feature("gradient accumulation")
 @pytest.mark.parametrize(("name", "backend"), pairs(*EACH_OP, interpreted=("rms_norm", "add_rms_norm")))
-def test_accumulated_gradients(two_ranks: Ranks, name: str, backend: str) -> None:
-    two_ranks(accumulate, name, backend)
+def test_accumulated_gradients(sharing_ranks: Ranks, name: str, backend: str) -> None:
+    sharing_ranks(accumulate, name, backend)
 
 
 # --- ranges -----------------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def extremes(rank: Rank, backend: str) -> None:
     model, twin = (nn.Sequential(Analog(settings)).to(rank.device) for _ in range(2))
     twin.load_state_dict(model.state_dict())
     wrapped = replicated(model, rank)
-    with triptych.use(backend):
+    with process_policy(backend):
         for number in range(3):
             x = batch(rank.device, rows=2 * rank.world, number=number)
             with ran_on(backend, "analog"):
@@ -109,8 +109,8 @@ def extremes(rank: Rank, backend: str) -> None:
 
 
 @pytest.mark.feature("calibration across ranks")
-def test_fast_mode_follows_the_extremes_of_all_ranks(two_ranks: Ranks, backend: str) -> None:
-    two_ranks(extremes, backend)
+def test_fast_mode_follows_the_extremes_of_all_ranks(sharing_ranks: Ranks, backend: str) -> None:
+    sharing_ranks(extremes, backend)
 
 
 def convolve(rank: Rank, backend: str) -> None:
@@ -119,7 +119,7 @@ def convolve(rank: Rank, backend: str) -> None:
     twin = convert_to_analog(nn.Sequential(nn.Conv1d(4, 6, 3, groups=2)), settings).to(rank.device)
     twin.load_state_dict(model.state_dict())
     wrapped = replicated(model, rank)
-    with triptych.use(backend):
+    with process_policy(backend):
         for number in range(2):
             x = torch.randn(2 * rank.world, 4, 9, generator=torch.Generator().manual_seed(number)).to(rank.device)
             x = x * torch.tensor([1.0, 2.0, 3.0, 4.0], device=rank.device).view(4, 1)
@@ -130,8 +130,8 @@ def convolve(rank: Rank, backend: str) -> None:
 
 
 @pytest.mark.feature("calibration across ranks")
-def test_every_group_of_a_convolution(two_ranks: Ranks, backend: str) -> None:
-    two_ranks(convolve, backend)
+def test_every_group_of_a_convolution(sharing_ranks: Ranks, backend: str) -> None:
+    sharing_ranks(convolve, backend)
 
 
 def uneven(rank: Rank) -> None:
@@ -144,13 +144,13 @@ def uneven(rank: Rank) -> None:
         x = torch.randn(rows + 7, 6, generator=generator)
         x[:, 4:] = 1.25
         seen.append(x)
-        with triptych.use("torch"):
+        with process_policy("torch"):
             model((x[:rows] if rank.number == 0 else x[rows:]).to(rank.device))
     bad = torch.randn(4, 6, generator=generator)
     bad[:, 4:] = 1.25
     if rank.number == 0:
         bad[2, 0] = float("nan")
-    with triptych.use("torch"):
+    with process_policy("torch"):
         model(bad.to(rank.device))
     expected = torch.stack([torch.stack([3 * x[:, i : i + 2].double().std() for i in (0, 2)]) for x in seen])
     found = layer.input_range.detach().cpu()
@@ -161,8 +161,8 @@ def uneven(rank: Rank) -> None:
 
 
 @pytest.mark.feature("calibration across ranks")
-def test_ranks_with_nothing_or_one_row_and_batches_that_do_not_count(two_ranks: Ranks) -> None:
-    two_ranks(uneven)
+def test_ranks_with_nothing_or_one_row_and_batches_that_do_not_count(sharing_ranks: Ranks) -> None:
+    sharing_ranks(uneven)
 
 
 def stop(rank: Rank) -> list[int]:
@@ -182,7 +182,7 @@ def stop(rank: Rank) -> list[int]:
             gathered.append(0)
             if number == 4:
                 layer.load_state_dict({**layer.state_dict(), "input_range_update_idx": torch.tensor([1])})
-            with triptych.use("composite"):
+            with process_policy("composite"):
                 step(model, torch.randn(3, 4, device=rank.device))  # type: ignore[arg-type]
     finally:
         dist.all_gather = real
@@ -190,8 +190,8 @@ def stop(rank: Rank) -> list[int]:
 
 
 @pytest.mark.feature("calibration across ranks")
-def test_nothing_is_gathered_once_ranges_are_calibrated(two_ranks: Ranks) -> None:
-    assert two_ranks(stop) == [[1, 1, 0, 0, 1, 0]] * 2
+def test_nothing_is_gathered_once_ranges_are_calibrated(sharing_ranks: Ranks) -> None:
+    assert sharing_ranks(stop) == [[1, 1, 0, 0, 1, 0]] * 2
 
 
 def by_hand(rank: Rank, backend: str, told: bool) -> list[float]:
@@ -203,7 +203,7 @@ def by_hand(rank: Rank, backend: str, told: bool) -> list[float]:
                 assert layer.input_range is not None
                 layer.input_range.add_(rank.number)  # rank 0's are taken
         synchronise_ranges(model)
-    with triptych.use(backend):
+    with process_policy(backend):
         for number in range(2):
             x = batch(rank.device, rows=2 * rank.world, number=number)
             with ran_on(backend, "analog_calibrating"):
@@ -217,10 +217,10 @@ def by_hand(rank: Rank, backend: str, told: bool) -> list[float]:
 
 
 @pytest.mark.feature("calibration across ranks")
-def test_synchronise_ranges(two_ranks: Ranks, backend: str) -> None:
-    first, second = two_ranks(by_hand, backend, told=True)
+def test_synchronise_ranges(sharing_ranks: Ranks, backend: str) -> None:
+    first, second = sharing_ranks(by_hand, backend, told=True)
     assert first == second
-    first, second = two_ranks(by_hand, backend, told=False)
+    first, second = sharing_ranks(by_hand, backend, told=False)
     assert first != second, "nobody could know that these are copies of one model"
 
 
@@ -232,11 +232,11 @@ def disagree(rank: Rank) -> None:
     model(torch.randn(3, 4, device=rank.device))
 
 
-def test_ranks_that_start_from_different_ranges_are_told(two_ranks: Ranks) -> None:
+def test_ranks_that_start_from_different_ranges_are_told(sharing_ranks: Ranks) -> None:
     with pytest.raises(
         RanksFailed, match=r"(?s)rank 0:.*start from different ones.*rank 1:.*start from different ones"
     ):
-        two_ranks(disagree)
+        sharing_ranks(disagree)
 
 
 def flattened(rank: Rank) -> str:
@@ -253,8 +253,8 @@ def flattened(rank: Rank) -> str:
 
 
 @pytest.mark.feature("calibration across ranks")
-def test_flattened_ranges_are_refused(two_ranks: Ranks) -> None:
-    for text in two_ranks(flattened):
+def test_flattened_ranges_are_refused(sharing_ranks: Ranks) -> None:
+    for text in sharing_ranks(flattened):
         assert text == (
             "AnalogLinear: it is to calibrate its input range in the first 2 batches of training, but "
             "FullyShardedDataParallel keeps the Parameter elsewhere, and what a forward writes into it is lost. Call "
@@ -270,7 +270,7 @@ def draw(rank: Rank, apart: bool) -> list[list[float]]:
     torch.manual_seed(7 + rank.number if apart else 7)
     model = replicated(build("analog_noise", rank.device), rank)
     x = batch(rank.device)
-    with triptych.use("torch"), ran_on("torch", "analog_noise"):
+    with process_policy("torch"), ran_on("torch", "analog_noise"):
         outputs = [model(x) for _ in range(2)]
         step(model, x)
     gradients = [each.grad for each in model.parameters() if each.grad is not None]
@@ -279,9 +279,9 @@ def draw(rank: Rank, apart: bool) -> list[list[float]]:
 
 
 @pytest.mark.feature("DDP")
-def test_ranks_draw_the_noise_of_their_generators(two_ranks: Ranks) -> None:
-    first, second = two_ranks(draw, apart=False)
+def test_ranks_draw_the_noise_of_their_generators(sharing_ranks: Ranks) -> None:
+    first, second = sharing_ranks(draw, apart=False)
     assert first == second
     assert first[0] != first[1], "each forward draws anew"
-    first, second = two_ranks(draw, apart=True)
+    first, second = sharing_ranks(draw, apart=True)
     assert first[0] != second[0]

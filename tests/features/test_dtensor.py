@@ -35,6 +35,7 @@ from triptych.layers import RMSNorm
 from triptych.ops.add_rms_norm import add_rms_norm
 from triptych.ops.analog_linear import analog_linear
 from triptych.ops.rms_norm import rms_norm
+from triptych.scope import process_policy
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import third_party_op
@@ -42,7 +43,7 @@ import third_party_op
 
 def norm(rank: Rank, backend: str, x: Placement, weight: Placement) -> Any:
     values = (tensor(4, 6, 32), tensor(32, number=1) + 1)
-    with triptych.use(backend):
+    with process_policy(backend):
         return compared(rank, lambda x, weight: rms_norm(x, weight, eps=1e-6), values, (x, weight))
 
 
@@ -59,7 +60,7 @@ def test_a_norm_runs_on_its_rows_and_gathers_nothing(two_ranks: Ranks, backend: 
 
 def uneven_norm(rank: Rank, backend: str) -> Any:
     values = (tensor(3, 5, 32), tensor(3, 5, 32, number=2), tensor(32, number=1) + 1)
-    with triptych.use(backend):
+    with process_policy(backend):
         return compared(rank, lambda *args: add_rms_norm(*args, eps=1e-6), values, (SEQUENCE, SEQUENCE, WHOLE))
 
 
@@ -72,7 +73,7 @@ def test_the_fused_addition_runs_on_uneven_rows(two_ranks: Ranks, backend: str) 
 def beside_torch(rank: Rank, x: Placement, weight: Placement) -> Any:
     """What our norm and torch's send for the same placements."""
     values = (tensor(4, 6, 32), tensor(32, number=1) + 1)
-    with triptych.use("torch"):
+    with process_policy("torch"):
         ours = compared(rank, lambda x, weight: rms_norm(x, weight, eps=1e-6), values, (x, weight))
     torchs = compared(rank, lambda x, weight: torch.nn.functional.rms_norm(x, (32,), weight, 1e-6), values, (x, weight))
     return ours, torchs
@@ -98,7 +99,7 @@ def partial_sum(rank: Rank, backend: str) -> Any:
     """x as a sum that has not been taken: the norm of the sum, not the sum of norms."""
     mesh, x = mesh_of(rank), tensor(4, 32).to(rank.device)
     mine = (x * (0.25 if rank.number == 0 else 0.75)).requires_grad_()
-    with triptych.use(backend):
+    with process_policy(backend):
         y = rms_norm(DTensor.from_local(mine, mesh, [Partial()], run_check=False), None, eps=1e-6)
         assert_close(whole(y), rms_norm(x, None, eps=1e-6).cpu())
     return str(y.placements[0])
@@ -118,7 +119,7 @@ def refused(rank: Rank, kind: str) -> str:
     def of(value: Tensor, placement: Placement = WHOLE) -> Any:
         return spread(value, mesh, placement, rank.device)
 
-    with triptych.use("torch"), pytest.raises(triptych.ArgumentError) as raised:
+    with process_policy("torch"), pytest.raises(triptych.ArgumentError) as raised:
         if kind == "plain":
             rms_norm(of(tensor(4, 32)), tensor(32).to(rank.device), eps=1e-6)
         elif kind == "cut":
@@ -164,7 +165,7 @@ def called_directly(rank: Rank, backend: str) -> None:
     mesh = mesh_of(rank)
     x, weight = tensor(4, 6, 32).to(rank.device), tensor(32, number=1).to(rank.device)
     part, whole_weight = spread(x, mesh, ROWS, rank.device), spread(weight, mesh, WHOLE, rank.device)
-    with triptych.use(backend):
+    with process_policy(backend):
         y, rstd = torch.ops.triptych.rms_norm(part, whole_weight, 1e-6, 0.0, "after_weight", layer="")
         expected = torch.ops.triptych.rms_norm(x, weight, 1e-6, 0.0, "after_weight", "")
     assert (y.placements, rstd.placements) == ((ROWS,), (ROWS,))
@@ -189,7 +190,7 @@ def exported(rank: Rank) -> None:
             return rms_norm(x, weight, eps=1e-6)
 
     program = torch.export.export(Norm(), (x, weight)).module()
-    with triptych.use("torch"):
+    with process_policy("torch"):
         collectives, outputs, gradients = compared(rank, program, (x, weight), (SEQUENCE, WHOLE))
     assert (collectives, outputs, gradients) == ({}, ["S(1)"], ["S(1)", "P(sum)"])
     assert mesh.size() == rank.world
@@ -205,7 +206,7 @@ def test_an_exported_program_takes_dtensors(two_ranks: Ranks) -> None:
 def only_the_sum(rank: Rank, backend: str) -> Any:
     """Only h of the fused addition takes part in the loss: the gradient of y is missing."""
     values = (tensor(4, 6, 32), tensor(4, 6, 32, number=2), tensor(32, number=1) + 1)
-    with triptych.use(backend):
+    with process_policy(backend):
         return compared(rank, lambda *args: add_rms_norm(*args, eps=1e-6)[1], values, (SEQUENCE, SEQUENCE, WHOLE))
 
 
@@ -218,7 +219,7 @@ def test_a_missing_gradient_is_zero(two_ranks: Ranks, backend: str) -> None:
 def several_dimensions(rank: Rank, backend: str) -> Any:
     """A layer that normalises two dimensions together: it flattens its input."""
     layer = RMSNorm((4, 8), eps=1e-6, elementwise_affine=False)
-    with triptych.use(backend):
+    with process_policy(backend):
         return compared(rank, layer, (tensor(4, 6, 4, 8),), (SEQUENCE,))
 
 
@@ -235,7 +236,7 @@ def without_a_rule(rank: Rank) -> tuple[Any, list[str]]:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("triptych.sharding").addHandler(handler)
-    with registry.ops.added("unruly", spec), triptych.use("composite"):
+    with registry.ops.added("unruly", spec), process_policy("composite"):
         call = dispatch.define(spec).call
         found = [compared(rank, lambda x: call("", x, 3.0), (tensor(4, 6),), (ROWS,)) for _ in range(2)]
     return found, said

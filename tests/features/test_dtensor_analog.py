@@ -29,6 +29,7 @@ from triptych.ops.analog_weight import analog_weight
 from triptych.ops.input_range_update import input_range_update
 from triptych.ops.tile_abs_max import tile_abs_max
 from triptych.ops.tile_std import tile_std
+from triptych.scope import process_policy
 
 LEARNED = {"tiles": 2, "input_range_mode": "learned", "inp_res": 254.0, "decay": 0.01, "input_min_percentage": 0.5}
 ADC = {**LEARNED, "out_bound": 0.2, "out_res": 62.0}
@@ -88,7 +89,7 @@ def linear(rank: Rank, backend: str, settings: str, placed: str, channels: int =
         wmax = None if wmax is None else wmax.detach()
         return analog_linear(x, weight, bias, input_range=input_range, wmax=wmax, **scalars)
 
-    with triptych.use(backend):
+    with process_policy(backend):
         return compared(rank, run, tuple(values), (PLACED | ON_A_MESH)[placed], mesh)
 
 
@@ -145,7 +146,7 @@ def weights(rank: Rank, backend: str, placed: Placement) -> Any:
     """Every quantisation, with a learned clip and without; what each sends."""
     weight, clip = tensor(24, 32), tensor(2, 24, number=1).abs() + 0.5
     found = []
-    with triptych.use(backend):
+    with process_policy(backend):
         for quantization in GRAINS:
             for given in (None, clip):
                 if given is not None and quantization == "per_tensor":
@@ -181,7 +182,7 @@ def statistics(rank: Rank, backend: str, placed: Placement) -> Any:
     def extremes(x: Any, *state: Any) -> Any:
         return input_range_update(x, *state, tiles=2, mode="extremes")
 
-    with triptych.use(backend), torch.no_grad():
+    with process_policy(backend), torch.no_grad():
         return [
             compared(rank, lambda x: tile_abs_max(x, tiles=2), (x,), (placed,)),
             compared(rank, lambda x: tile_std(x, tiles=2), (x,), (placed,)),
@@ -214,7 +215,7 @@ def noisy(rank: Rank, backend: str, placed: str) -> dict[str, Any]:
     ranges = spread(torch.ones(2), mesh, of_range, rank.device)
     wmax = spread(torch.full((2, 64), 0.5), mesh, of_wmax, rank.device)
     settings: dict[str, Any] = {"tiles": 2, "input_range_mode": "learned", "out_noise": 0.1}
-    with triptych.use(backend), torch.no_grad():
+    with process_policy(backend), torch.no_grad():
         modified, _ = analog_weight(weight, None, seed, tiles=2, noise="per_tensor", std_dev=0.1)
         again, _ = analog_weight(weight, None, seed, tiles=2, noise="per_tensor", std_dev=0.1)
         y = analog_linear(x, weight, input_range=ranges, wmax=wmax.detach(), seed=seed, **settings)
@@ -245,7 +246,7 @@ def different_seeds(rank: Rank) -> str:
     mesh = mesh_of(rank)
     weight = spread(tensor(24, 32), mesh, ROWS, rank.device).detach()
     seed = torch.full((1,), rank.number, dtype=torch.int64, device=rank.device)
-    with triptych.use("torch"), pytest.raises(triptych.ArgumentError) as raised:
+    with process_policy("torch"), pytest.raises(triptych.ArgumentError) as raised:
         analog_weight(weight, None, seed, noise="per_channel", std_dev=0.1)
     return str(raised.value)
 

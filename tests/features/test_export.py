@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 import triptych
+from triptych.scope import process_policy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # PyTorch's own, while it copies a graph
 
@@ -54,9 +55,9 @@ def train(model: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
 
 def assert_trains_alike(name: str, backend: str, loaded: nn.Module, model: nn.Module, batches: list[Tensor]) -> None:
     """Bit for bit, on the same backend. A program lacks those buffers that forward does not read."""
-    with triptych.use(backend), ran_on(backend, name):
+    with process_policy(backend), ran_on(backend, name):
         found = train(loaded, batches)
-    with triptych.use(backend):
+    with process_policy(backend):
         expected = train(model, batches)
     missing = expected.keys() - found.keys()
     buffers = dict(model.named_buffers())
@@ -86,7 +87,7 @@ def test_a_loaded_program_trains_as_the_model(name: str, strict: bool, shapes: s
 @pytest.mark.parametrize("name", EACH_OP)
 def test_a_loaded_program_trains_on_the_backend_in_force(name: str, backend: str, device: str) -> None:
     x = batch(device, rows=2, length=3)
-    with triptych.use("torch"):
+    with process_policy("torch"):
         loaded = written_and_read(exported(build(name, device, blocks=1), x, False, "static"))
     assert_trains_alike(name, backend, loaded, build(name, device, blocks=1), [x])
 
@@ -95,7 +96,7 @@ def test_a_loaded_program_trains_on_the_backend_in_force(name: str, backend: str
 def test_a_loaded_program_knows_the_layers_by_their_names(device: str) -> None:
     loaded = written_and_read(exported(build("rms_norm", device), batch(device), False, "static"))
     before = counts()
-    with triptych.use("torch;rms_norm@1.norm=composite"):
+    with process_policy("torch;rms_norm@1.norm=composite"):
         step(loaded, batch(device))
     ran = {(phase, backend): 1 for phase in ("forward", "backward") for backend in ("torch", "composite")}
     assert counts() - before == {("rms_norm", *key): calls for key, calls in ran.items()}
@@ -155,7 +156,7 @@ def test_a_package_runs_on_the_backend_in_force(package: Path, backend: str) -> 
     runner: Any = torch._inductor.aoti_load_package(str(package))
     model, x = Inference(), batch(rows=2, length=6)
     before = counts()
-    with triptych.use(backend):
+    with process_policy(backend):
         torch.manual_seed(1)
         quiet, first = runner(x)
         _, second = runner(x)

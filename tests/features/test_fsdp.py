@@ -34,8 +34,8 @@ from twins import (
     train_alike,
 )
 
-import triptych
 from triptych.analog import calibrate_input_ranges, named_analog_layers, synchronise_ranges
+from triptych.scope import process_policy
 from triptych.testing import under
 
 NORMS_AND_RANGES = ("rms_norm", "add_rms_norm", "analog_calibrating")
@@ -172,7 +172,7 @@ def mixed(rank: Rank, name: str, backend: str) -> None:
     for number in range(3):
         x = batch(rank.device, rows=2 * rank.world, number=number)
         copies = copy.deepcopy(masters).bfloat16()
-        with triptych.use(backend):
+        with process_policy(backend):
             with ran_on(backend, name):
                 loss = step(model, x.chunk(rank.world)[rank.number])
             assert loss.dtype == torch.bfloat16
@@ -211,7 +211,7 @@ def mixed_ranges(rank: Rank, backend: str, batches: int) -> None:
     deviations = []
     for number in range(batches):
         x = batch(rank.device, rows=2 * rank.world, number=number).bfloat16()
-        with triptych.use(backend), ran_on(backend, "analog"):
+        with process_policy(backend), ran_on(backend, "analog"):
             step(model, x.chunk(rank.world)[rank.number])
         deviations.append(torch.stack([part.double().std() for part in x.chunk(2, dim=-1)]))
     up = model[0].up
@@ -239,7 +239,7 @@ def calibrate(rank: Rank, kind: str, wrap: str) -> None:
         devices = None if rank.device == "cpu" else [rank.device]
         model = nn.parallel.DistributedDataParallel(model, device_ids=devices)
     batches = [batch(rank.device, rows=1, number=number) * (1 + number) for number in range(4)]
-    with triptych.use("torch"):
+    with process_policy("torch"):
         calibrate_input_ranges(model, kind, batches[rank.number :: rank.world], quantile=0.9)
         calibrate_input_ranges(twin, kind, batches, quantile=0.9)
         step(model, batch(rank.device))
@@ -265,7 +265,7 @@ def clip(rank: Rank, settings: dict[str, object]) -> None:
     changed = 0
     for number in range(4):
         x = batch(rank.device, rows=2 * rank.world, number=number)
-        with triptych.use("composite"):
+        with process_policy("composite"):
             step(model, x.chunk(rank.world)[rank.number])
             step(twin, x)
             if number % 2:

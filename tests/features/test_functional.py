@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 
 import triptych
+from triptych.scope import process_policy
 
 NORMS = ("rms_norm", "add_rms_norm")
 BATCHED = tuple(name for name in DETERMINISTIC if name != "analog_calibrating")
@@ -63,11 +64,11 @@ def test_a_functional_call_is_the_call(name: str, backend: str, device: str) -> 
     other, values = copy.deepcopy(model), parameters(model)
     for value in values.values():
         value.grad = None
-    with triptych.use(backend), ran_on(backend, name):
+    with process_policy(backend), ran_on(backend, name):
         torch.manual_seed(3)
         loss = loss_of(other)(values, x)
         torch.autograd.backward(loss)
-    with triptych.use(backend):
+    with process_policy(backend):
         torch.manual_seed(3)
         wanted = gradients(model, x)
     assert {path for path, value in values.items() if value.grad is not None} == wanted.keys()
@@ -85,10 +86,10 @@ def test_grad_is_autograd(name: str, backend: str, device: str) -> None:
     def loss(values: Values, buffers: Values) -> Tensor:
         return functional_call(model, (values, buffers), (x,)).square().mean()  # type: ignore[no-any-return]
 
-    with triptych.use(backend), ran_on(backend, name):
+    with process_policy(backend), ran_on(backend, name):
         torch.manual_seed(3)
         found = grad(loss)(values, buffers)
-    with triptych.use(backend), ran_on(backend, name):
+    with process_policy(backend), ran_on(backend, name):
         torch.manual_seed(3)
         wanted = gradients(model, x)
     assert_gradients(found, wanted)
@@ -100,10 +101,10 @@ def test_grad_is_autograd(name: str, backend: str, device: str) -> None:
 @pytest.mark.parametrize("name", BATCHED)
 def test_vjp_is_autograd(name: str, backend: str, device: str) -> None:
     model, x = one(name, device), small(device)
-    with triptych.use(backend), ran_on(backend, name):
+    with process_policy(backend), ran_on(backend, name):
         loss, pull, *_ = vjp(lambda values: loss_of(model)(values, x), state_of(model)[0])
         found = pull(torch.ones_like(loss))[0]
-    with triptych.use(backend):
+    with process_policy(backend):
         assert_gradients(found, gradients(model, x))
 
 
@@ -123,14 +124,14 @@ def test_jacobians_and_batches_of_gradients_have_the_rows_of_autograd(name: str,
         return model(x)[..., :2].flatten()  # type: ignore[no-any-return]
 
     entry = x.clone().requires_grad_()
-    with triptych.use(backend), ran_on(backend, name):
+    with process_policy(backend), ran_on(backend, name):
         y = corner(entry)
     vectors = torch.eye(len(y), device=device)
     with ran_on_backward(backend):  # after the block of the policy has ended
         wanted = torch.stack([torch.autograd.grad(y, entry, each, retain_graph=True)[0] for each in vectors])
         batched = torch.autograd.grad(y, entry, vectors, is_grads_batched=True, retain_graph=True)[0]
         mapped = vmap(lambda each: torch.autograd.grad(y, entry, each, retain_graph=True)[0])(vectors)
-    with triptych.use(backend), ran_on(backend, name):
+    with process_policy(backend), ran_on(backend, name):
         reverse = jacrev(corner)(x)
     for found in (batched, mapped, reverse):
         assert_close(found, wanted)
@@ -160,12 +161,12 @@ def test_a_batch_of_inputs_is_a_loop_over_them(name: str, backend: str, device: 
     xs = torch.stack([small(device, number) for number in range(2)], dim=1)  # the batch is not the first one
     model = one(name, device)
     first, second = (xs.clone().requires_grad_() for _ in range(2))
-    with triptych.use(backend), ran_on(backend, name):
+    with process_policy(backend), ran_on(backend, name):
         mapped = vmap(model, in_dims=1, out_dims=1)(first)
         torch.autograd.backward(mapped.square().mean())
         found = {path: value.grad for path, value in model.named_parameters()}
     model.zero_grad(set_to_none=True)
-    with triptych.use(backend):
+    with process_policy(backend):
         looped = torch.stack([model(x) for x in second.unbind(1)], dim=1)
         torch.autograd.backward(looped.square().mean())
     assert_close(mapped, looped)
@@ -186,10 +187,10 @@ def test_an_ensemble_is_its_models(name: str, backend: str, device: str) -> None
                 parameter.mul_(1 + number / 8)
     values, buffers = stack_module_state(models)
     base = copy.deepcopy(models[0])
-    with triptych.use(backend), ran_on(backend, name):
+    with process_policy(backend), ran_on(backend, name):
         outputs = vmap(lambda *state: functional_call(base, state, (x,)))(values, buffers)
         torch.autograd.backward(outputs.square().sum())
-    with triptych.use(backend):
+    with process_policy(backend):
         for number, model in enumerate(models):
             y = model(x)
             torch.autograd.backward(y.square().sum())
@@ -204,9 +205,9 @@ def test_an_ensemble_is_its_models(name: str, backend: str, device: str) -> None
 def test_gradients_of_single_samples(name: str, backend: str, device: str) -> None:
     model, xs = one(name, device), small(device)
     values = {path: value.detach() for path, value in model.named_parameters()}
-    with triptych.use(backend), ran_on(backend, name):
+    with process_policy(backend), ran_on(backend, name):
         found = vmap(grad(loss_of(model)), in_dims=(None, 0))(values, xs)
-    with triptych.use(backend):
+    with process_policy(backend):
         for number, x in enumerate(xs):
             for path, wanted in gradients(model, x).items():
                 assert_close(found[path][number], wanted, path)
@@ -216,14 +217,14 @@ def test_gradients_of_single_samples(name: str, backend: str, device: str) -> No
 def test_noise_under_vmap_is_drawn_as_vmap_is_told(backend: str, device: str) -> None:
     name = "analog_noise"
     model, xs = one(name, device), small(device)[:1].expand(2, -1, -1)
-    with triptych.use(backend), ran_on(backend, name):
+    with process_policy(backend), ran_on(backend, name):
         same = vmap(model, randomness="same")(xs)
         different = vmap(model, randomness="different")(xs)
         torch.autograd.backward(different.square().sum())
     assert torch.equal(same[0], same[1])
     assert not torch.equal(different[0], different[1])
     assert all(bool(torch.isfinite(value.grad).all()) for value in model.parameters() if value.grad is not None)
-    with triptych.use(backend), pytest.raises(RuntimeError, match="randomness"):
+    with process_policy(backend), pytest.raises(RuntimeError, match="randomness"):
         vmap(model)(xs)
 
 
@@ -232,7 +233,7 @@ def test_operators_called_by_name_follow_vmap_too(backend: str, device: str) -> 
     xs, weights = torch.randn(3, 4, 8, device=device), torch.randn(8, 3, device=device, requires_grad=True)
     operator = torch.ops.triptych.rms_norm.default
     before = counts()
-    with triptych.use(backend):
+    with process_policy(backend):
         y, rstd = vmap(lambda x, w: operator(x, w, 1e-6, 0.0, "after_weight", ""), in_dims=(0, 1))(xs, weights)
         torch.autograd.backward(y.sum())
         found, weights.grad = weights.grad, None
@@ -249,10 +250,10 @@ def test_vmap_is_compiled(name: str, device: str) -> None:
     """A function around the model: torch.compile cannot follow torch's vmap of a module that has modules in it."""
     model, xs = one(name, device), torch.stack([small(device, number) for number in range(2)])
     first, second = (xs.clone().requires_grad_() for _ in range(2))
-    with triptych.use("torch"), ran_on("torch", name):
+    with process_policy("torch"), ran_on("torch", name):
         compiled = torch.compile(vmap(lambda x: model(x)), backend="aot_eager", fullgraph=True)(first)
         torch.autograd.backward(compiled.square().mean())
-    with triptych.use("torch"):
+    with process_policy("torch"):
         eager = vmap(model)(second)
         torch.autograd.backward(eager.square().mean())
     assert_close(compiled, eager)
@@ -272,7 +273,7 @@ def test_a_batch_of_nothing_is_refused() -> None:
 def test_a_derivative_that_does_not_exist_is_refused(name: str, ask: Callable[..., Callable[[Tensor], object]]) -> None:
     model = build(name)
     with (
-        triptych.use("torch"),
+        process_policy("torch"),
         pytest.raises(triptych.DerivativeError, match=r"forward-mode differentiation|differentiated twice"),
     ):
         ask(lambda x: model(x).square().sum())(batch(rows=1, length=1))
@@ -285,7 +286,7 @@ def grad_sum(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
 @pytest.mark.parametrize("name", [*NORMS, "analog"])
 def test_batches_of_gradients_cannot_be_differentiated_again(name: str) -> None:
     model, x = build(name), batch(rows=1, length=1).requires_grad_()
-    with triptych.use("torch"):
+    with process_policy("torch"):
         y = model(x)
         vectors = torch.randn(2, *y.shape)
         first = torch.autograd.grad(y, x, vectors, is_grads_batched=True, create_graph=True)[0]

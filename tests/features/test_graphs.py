@@ -11,7 +11,7 @@ import torch
 from subjects import DETERMINISTIC, SUBJECTS, assert_close, batch, build, counts, ran_on, step
 from torch import Tensor, nn
 
-import triptych
+from triptych.scope import process_policy
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +45,7 @@ def test_a_captured_training_step_is_the_eager_one(name: str, backend: str) -> N
     eager, x = build(name, "cuda"), batch("cuda")
     captured = copy.deepcopy(eager)
     ours, theirs = optimizer_of(captured), optimizer_of(eager)
-    with triptych.use(backend):
+    with process_policy(backend):
         warmed(captured, ours, x)
         warmed(eager, theirs, x)
         graph = torch.cuda.CUDAGraph()
@@ -55,7 +55,7 @@ def test_a_captured_training_step_is_the_eager_one(name: str, backend: str) -> N
     for number in range(STEPS):
         x.copy_(batch("cuda", number=number + 1))
         graph.replay()
-        with triptych.use(backend):
+        with process_policy(backend):
             expected = training_step(eager, theirs, x)
         assert_close(loss, expected)
         for path, value in eager.state_dict().items():
@@ -72,7 +72,7 @@ def test_a_captured_step_draws_new_noise_at_each_replay(backend: str) -> None:
     name = "analog_noise"
     model, x = build(name, "cuda"), batch("cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with triptych.use(backend):
+    with process_policy(backend):
         warmed(model, optimizer, x)
         graph = torch.cuda.CUDAGraph()
         with ran_on(backend, name), torch.cuda.graph(graph):
@@ -101,23 +101,24 @@ def test_graphed_callables_train(name: str, backend: str) -> None:
     eager, x = build(name, "cuda"), batch("cuda").requires_grad_()
     captured = copy.deepcopy(eager)
     state = copy.deepcopy(eager.state_dict())
-    with triptych.use(backend), ran_on(backend, name):
+    with process_policy(backend), ran_on(backend, name):
         graphed: Any = torch.cuda.make_graphed_callables(captured, (x,))
     captured.load_state_dict(state)  # its warm-up calibrated
-    captured.zero_grad()
     before = counts()
     losses = []
     for number in range(STEPS):
         with torch.no_grad():
             x.copy_(batch("cuda", number=number + 1))
         x.grad = None
+        captured.zero_grad()  # gradients lie where the graph writes them: they are replaced, not added to
+        eager.zero_grad()
         losses.append(step(graphed, x))
         assert x.grad is not None and bool(torch.isfinite(x.grad).all())
         if SUBJECTS[name].random:
             continue
         gradient = x.grad.clone()
         x.grad = None
-        with triptych.use(backend):
+        with process_policy(backend):
             assert_close(losses[-1], step(eager, x))
         assert_close(gradient, x.grad)
         for (path, one), two in zip(captured.named_parameters(), eager.parameters(), strict=True):

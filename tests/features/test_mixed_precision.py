@@ -11,9 +11,9 @@ from subjects import CONVERTERS, SUBJECTS, UNCALIBRATED, WIDTH, assert_close, ba
 from torch import Tensor, nn
 from twins import pairs
 
-import triptych
 from triptych.analog import AnalogLayer, AnalogLinear, named_analog_layers
 from triptych.layers import AddRMSNorm, RMSNorm
+from triptych.scope import process_policy
 
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 INTERPRETED = ("rms_norm", "add_rms_norm", "analog_noise")
@@ -58,7 +58,7 @@ def test_autocast_is_the_casts_that_it_stands_for(name: str, backend: str, devic
     model, by_hand = build(name, device, blocks), build(name, device, blocks)
     casts(by_hand, dtype)
     x = batch(device, rows=2)
-    with triptych.use(backend), ran_on(backend, name):
+    with process_policy(backend), ran_on(backend, name):
         with torch.autocast(torch.device(device).type, dtype):
             found = trained(model, x)
         expected = trained(by_hand, x)
@@ -76,7 +76,7 @@ def test_results_have_the_dtype_of_torchs_layers(backend: str, device: str, dtyp
     analog = AnalogLinear(WIDTH, 8, rpu_config=config(CONVERTERS, UNCALIBRATED)).to(device)
     for given in (torch.float32, dtype):
         x = batch(device, rows=1, length=2).to(given)
-        with triptych.use(backend), torch.autocast(torch.device(device).type, dtype):
+        with process_policy(backend), torch.autocast(torch.device(device).type, dtype):
             for ours, torchs in ((RMSNorm(WIDTH), nn.RMSNorm(WIDTH)), (analog, nn.Linear(WIDTH, 8))):
                 assert ours.to(device)(x).dtype == torchs.to(device)(x).dtype, (ours, given)
             y, h = AddRMSNorm(WIDTH).to(device)(x, x)
@@ -95,7 +95,7 @@ def test_norms_with_a_wide_weight(backend: str, device: str, dtype: torch.dtype)
     nn.init.normal_(norm.weight, 1.0, 0.1)
     x = batch(device).to(dtype).requires_grad_()
     dy = batch(device, number=1).to(dtype)
-    with triptych.use(backend), ran_on(backend, "rms_norm"):
+    with process_policy(backend), ran_on(backend, "rms_norm"):
         y = norm(x)
         y.backward(dy)
     wide, weight = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
@@ -123,7 +123,7 @@ def test_scaled_steps_and_those_that_are_skipped(name: str, backend: str, device
     twin = copy.deepcopy(model)
     first, second = torch.optim.SGD(model.parameters(), 0.2), torch.optim.SGD(twin.parameters(), 0.2)
     scaler = torch.amp.GradScaler(torch.device(device).type, init_scale=2.0**10)
-    with triptych.use(backend), ran_on(backend, name):
+    with process_policy(backend), ran_on(backend, name):
         for number in range(2):
             x = batch(device, rows=2, number=number)
             torch.manual_seed(number)

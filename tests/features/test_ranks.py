@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import Rank, Ranks, RanksFailed
 from subjects import batch, build, ran_on, step
 
-import triptych
+from triptych.scope import process_policy
 
 
 def add(rank: Rank, number: float) -> float:
@@ -32,24 +32,24 @@ def die_on_one(rank: Rank) -> None:
 
 
 def train(rank: Rank, name: str, backend: str) -> float:
-    with triptych.use(backend), ran_on(backend, name):
+    with process_policy(backend), ran_on(backend, name):
         return float(step(build(name, rank.device), batch(rank.device)))
 
 
-def test_results_come_by_rank_and_a_failed_call_does_not_spoil_the_next(two_ranks: Ranks) -> None:
-    assert two_ranks(add, 2.0) == [6.0, 6.0]
+def test_results_come_by_rank_and_a_failed_call_does_not_spoil_the_next(sharing_ranks: Ranks) -> None:
+    assert sharing_ranks(add, 2.0) == [6.0, 6.0]
     with pytest.raises(RanksFailed, match="ValueError: no"):
-        two_ranks(fail_on_one)
-    assert two_ranks(add, 1.0) == [3.0, 3.0]
+        sharing_ranks(fail_on_one)
+    assert sharing_ranks(add, 1.0) == [3.0, 3.0]
     with pytest.raises(RanksFailed, match=r"rank 1:\n  it died: status 3"):
-        two_ranks(die_on_one)
-    assert two_ranks(add, 1.0) == [3.0, 3.0]
+        sharing_ranks(die_on_one)
+    assert sharing_ranks(add, 1.0) == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "analog"])
-def test_what_ran_on_the_ranks_is_counted(two_ranks: Ranks, name: str, backend: str) -> None:
-    before = two_ranks.counts.copy()
-    first, second = two_ranks(train, name, backend)
+def test_what_ran_on_the_ranks_is_counted(sharing_ranks: Ranks, name: str, backend: str) -> None:
+    before = sharing_ranks.counts.copy()
+    first, second = sharing_ranks(train, name, backend)
     assert first == second
-    ran = two_ranks.counts - before
+    ran = sharing_ranks.counts - before
     assert {each for _, _, each in ran} == {backend}

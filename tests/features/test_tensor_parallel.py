@@ -37,6 +37,7 @@ import triptych
 from triptych import scope
 from triptych.analog import AnalogLinear, calibrate_input_ranges
 from triptych.layers import AddRMSNorm, RMSNorm
+from triptych.scope import process_policy
 
 CONFIGS = {
     "digital": config(),
@@ -150,7 +151,7 @@ def train(rank: Rank, backend: str, kind: str, spread: str = "parallel", steps: 
     sharded = {"parallel": parallel, "replicated": replicated}[spread](copy.deepcopy(plain), mesh)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (plain, sharded)]
     sent: dict[str, int] = {}
-    with triptych.use(backend):
+    with process_policy(backend):
         for number in range(steps):
             x = batch(rank.device, number=number)
             expected = step(plain, x)
@@ -223,7 +224,7 @@ def noisy(rank: Rank, backend: str) -> None:
     model = parallel(made("noisy").to(rank.device), mesh)
     x = part_of(batch(rank.device), mesh)
     found = []
-    with triptych.use(backend):
+    with process_policy(backend):
         for recomputes in (False, True):
             torch.manual_seed(3)
             y = checkpoint(model, x, use_reentrant=False) if recomputes else model(x)
@@ -276,7 +277,7 @@ def cut(rank: Rank) -> str:
     layer = AnalogLinear(48, 16, rpu_config=config(CONVERTERS, UNCALIBRATED)).to(rank.device)  # three tiles of 16
     triptych.name_layers(layer)
     parallelize_module(layer, mesh_of(rank), RowwiseParallel())
-    with triptych.use("torch"), pytest.raises(triptych.ArgumentError) as raised:
+    with process_policy("torch"), pytest.raises(triptych.ArgumentError) as raised:
         layer(torch.ones(4, 24, device=rank.device))
     return str(raised.value)
 
@@ -299,7 +300,7 @@ def calibrated_from_data(rank: Rank, kind: str) -> None:
     plain = made(kind).to(rank.device)
     sharded = parallel(copy.deepcopy(plain), mesh)
     batches = [batch(rank.device, number=number) for number in range(2)]
-    with triptych.use("torch"):
+    with process_policy("torch"):
         calibrate_input_ranges(plain, "Max", [(x,) for x in batches])
         calibrate_input_ranges(sharded, "Max", [(part_of(x, mesh),) for x in batches])
     assert_same_state(sharded, plain, "calibrated")

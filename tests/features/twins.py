@@ -13,8 +13,8 @@ from ranks import Rank
 from subjects import BACKENDS, DETERMINISTIC, SUBJECTS, assert_close, batch, build, counts, step
 from torch import Tensor, nn
 
-import triptych
 from triptych.analog import named_analog_layers
+from triptych.scope import process_policy
 
 ROWS = 2
 """Of each rank's part of a microbatch."""
@@ -81,7 +81,7 @@ def train_alike(
     for number in range(1 if _interpreted(rank, backend) else steps):
         parts = batch(rank.device, ROWS * rank.world * micro, length, number).chunk(micro)
         loss = expected = torch.zeros((), device=rank.device)
-        with triptych.use(backend):
+        with process_policy(backend):
             for place, part in enumerate(parts):
                 before = counts()
                 with collecting(place == micro - 1):

@@ -191,6 +191,10 @@ def test_an_op_that_the_torch_backend_lacks_stays_opaque(monkeypatch: pytest.Mon
 def test_the_report_names_the_mode() -> None:
     with triptych.use("torch", compile="inline"):
         assert str(triptych.report()).splitlines()[:2] == ["policy: torch", "compile mode: inline (triptych.use)"]
+        undo = intercept.install(lambda invocation, proceed: proceed())
+        text = "inline (triptych.use), not applied: a tool is on that must see every call"
+        assert triptych.report().compile_mode == text
+        undo()
     assert str(triptych.report()).splitlines()[1] == "compile mode: opaque (default)"
 
 

@@ -52,7 +52,6 @@ def run(spec: OpSpec, args: tuple[Any, ...], layer: str, version: str) -> Any:
     return getattr(torch.ops.triptych_inline, spec.name).default(*args, layer, version)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def version_of(name: str, layer: str, inlining: str) -> str:
     """Which version of an op's implementation to trace through, under the policy in force; "" for none.
 
@@ -69,6 +68,11 @@ def version_of(name: str, layer: str, inlining: str) -> str:
         return ""
     _traced_ops.add(name)
     return version
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler: as long as importing torch. A torch
+# that did not know the mark would trace into the function, and say under fullgraph that it cannot.
+version_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def against(name: str, layer: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from triptych import dispatch, inline, scope
+from triptych import compile_mode, dispatch, inline, scope
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ def report() -> Report:
         if calls
     ]
     now = scope.current()
-    return Report(tuple(rows), str(now.policy), str(now.mode), inline.traced_ops(), _notes())
+    obstacle = compile_mode.obstacle() if now.mode.name == compile_mode.INLINE else ""
+    mode = f"{now.mode}, not applied: {obstacle}" if obstacle else str(now.mode)
+    return Report(tuple(rows), str(now.policy), mode, inline.traced_ops(), _notes())
 
 
 def calls(op: str, phase: str) -> int:

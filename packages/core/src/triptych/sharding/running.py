@@ -146,7 +146,8 @@ def _moved(op: str, name: str, value: Any, placements: tuple[Placement, ...], ru
                 f"{op}: {name} is placed {list(value.placements)} and must be {list(placements)} here, where forward "
                 f"left it. Give backward the {name} of the forward whose inputs are the other arguments."
             )
-        value = value.redistribute(placements=placements)
+        # Detached: torch 2.11 takes a result for a view of a tensor that requires a gradient, and has no rule for that.
+        value = value.detach().redistribute(placements=placements)
     local: torch.Tensor = value.to_local()
     return local
 
