@@ -218,16 +218,16 @@ def trainer(session: nox.Session) -> None:
 def accelerate(session: nox.Session) -> None:
     """The examples under `accelerate launch` (two processes; DDP, DeepSpeed ZeRO-2), in an environment of its own."""
     requirements = ("accelerate==1.15.0", "transformers==5.24.0", "deepspeed==0.19.8")
-    foreign(session, "tests/test_accelerate_example.py", *requirements, env={"DS_BUILD_OPS": "0"})
+    foreign(session, "tests/test_accelerate_example.py tests/test_bisect_ranks.py -k accelerate", *requirements, env={"DS_BUILD_OPS": "0"})
 
 
 def foreign(session: nox.Session, test: str, *requirements: str, env: dict[str, str] | None = None) -> None:
-    """Run a test with packages that the shared environment is spared."""
+    """Run tests, as pytest selects them, with packages that the shared environment is spared."""
     session.install(*group("build"), *group("test"), f"torch=={PINS['torch']}")
     session.install(*requirements, env=env)
     session.install(*in_place(FOLDERS["composite"], FOLDERS["torch"]))
     settings = {**CLEAN, **ON_CPU, **ONE_THREAD}
-    session.run("python", "-m", "pytest", "-q", test, *session.posargs, env=settings)
+    session.run("python", "-m", "pytest", "-q", *shlex.split(test), *session.posargs, env=settings)
 
 
 @nox.session(venv_backend="none", requires=["toolchain"], default=False)

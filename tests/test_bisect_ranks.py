@@ -222,7 +222,7 @@ def ran_planted_on(yard: Yard, trial: int, *ranks: int) -> bool:
         ("signal", "memory fault", ("torchrun", *TORCHRUN[3:])),
         pytest.param(
             "exception", "RuntimeError: planted in (N, N)", ACCELERATE,
-            marks=pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate; run `nox -s trainer`"),
+            marks=pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate; run `nox -s accelerate`"),
             id="accelerate",
         ),
     ],

@@ -31,8 +31,8 @@ where a test failed. On a CPU, Triton's kernels run in its interpreter. A traini
 def keep(results: Path, command: str) -> dict[str, Any]:
     """What a file of results says, by feature, op and backend."""
     cells: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for line in results.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
+    records = map(json.loads, results.read_text(encoding="utf-8").splitlines())
+    for record in {record["test"]: record for record in records}.values():  # of a test that ran again, the last run
         if record["outcome"] not in ("passed", "failed"):
             continue
         for op, backend in record["ran"]:

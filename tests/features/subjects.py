@@ -120,7 +120,7 @@ DETERMINISTIC = tuple(name for name, subject in SUBJECTS.items() if not subject.
 
 def build(name: str, device: str = "cpu", blocks: int = 2) -> nn.Sequential:
     """`blocks` blocks of a subject, of fixed random weights, on a device, layers named."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng():  # of every device: manual_seed sets them all
         torch.manual_seed(1)
         model = nn.Sequential(*(SUBJECTS[name].make() for _ in range(blocks)))
         for path, parameter in model.named_parameters():

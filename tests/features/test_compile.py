@@ -167,7 +167,8 @@ def test_inductor_makes_one_graph_of_a_block_for_all_backends(device: str) -> No
     function = torch.compile(model, fullgraph=True, backend=compiler)
     for number, backend in enumerate((*BACKENDS, *BACKENDS)):
         x = batch(device, number=number)
-        switch = triptych.use if number < len(BACKENDS) else scope.process_policy
+        # On a GPU, backward of a compiled graph runs on a thread of autograd's, which sees the policy of the process.
+        switch = triptych.use if device == "cpu" and number < len(BACKENDS) else scope.process_policy
         with switch(backend):
             before = counts()
             found = trained(model, function, x)
@@ -178,7 +179,7 @@ def test_inductor_makes_one_graph_of_a_block_for_all_backends(device: str) -> No
 
 @pytest.mark.feature("torch.compile, reduce-overhead")
 def test_reduce_overhead_replays_what_was_recorded(backend: str, device: str) -> None:
-    """On a GPU the fourth step is a CUDA graph: no operator runs, and results follow the input all the same."""
+    """On a GPU the first step warms up, the second is recorded, and from then on a CUDA graph is replayed: no operator runs, and results follow the input all the same."""
     model, plain = blocks(device)
     function = torch.compile(model, fullgraph=True, mode="reduce-overhead")
     counters.clear()
@@ -189,6 +190,6 @@ def test_reduce_overhead_replays_what_was_recorded(backend: str, device: str) ->
             before = counts()
             found = trained(model, function, x)
             ran = dict(counts() - before)
-            assert ran == ({} if device == "cuda" and number >= 3 else of_one_step(backend))
+            assert ran == ({} if device == "cuda" and number >= 2 else of_one_step(backend))
             assert_same(found, trained(plain, plain, x))
     assert (counters["inductor"]["cudagraph_skips"] == 0) is (device == "cuda")

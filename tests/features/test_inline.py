@@ -131,7 +131,10 @@ def test_a_product_is_rounded_where_the_option_says(dtype: torch.dtype) -> None:
 
 
 def test_it_is_fused_with_what_lies_around_it(device: str) -> None:
-    """Scale, norm, activation: three launches with an opaque norm, one kernel with an inline one."""
+    """Scale, norm, activation: three launches with an opaque norm, one kernel with an inline one.
+
+    On a GPU Inductor may split the reduction from what follows it: two at most.
+    """
 
     def block(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
         return torch.nn.functional.silu(triptych.rms_norm(x * scale, weight, eps=1e-6)) * 2
@@ -145,7 +148,8 @@ def test_it_is_fused_with_what_lies_around_it(device: str) -> None:
             assert_close(found, block(x, scale, weight))
         kernels[mode] = code.count("async_compile.triton(") + code.count("async_compile.cpp_pybinding(")
         calls[mode] = code.count("torch.ops.triptych.rms_norm.default(")
-    assert (kernels, calls) == ({"opaque": 2, "inline": 1}, {"opaque": 1, "inline": 0})
+    assert (kernels["opaque"], calls) == (2, {"opaque": 1, "inline": 0})
+    assert kernels["inline"] == 1 if device == "cpu" else kernels["inline"] <= 2
 
 
 def test_autocast_ends_at_the_op() -> None:
@@ -167,7 +171,7 @@ def test_a_switch_compiles_once_and_serves_no_stale_graph(device: str) -> None:
     compiler = CountingCompiler("aot_eager")
     function = torch.compile(model, fullgraph=True, backend=compiler)
     for _ in range(3):
-        with triptych.use(BACKEND), ran_on(BACKEND, "rms_norm"):
+        with scope.process_policy(BACKEND), ran_on(BACKEND, "rms_norm"):
             step(function, x)
         with triptych.use(BACKEND, compile="inline"):
             before = counts()

@@ -174,7 +174,7 @@ class Op:
 
         Under torch.compile in inline mode as `torch.ops.triptych_inline.<op>`, where the policy lets it.
         """
-        if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+        if torch.compiler.is_dynamo_compiling():
             inlining = in_force.inlining  # must be read, for torch.compile to compare it before the graph runs again
             version = inline.version_of(self.spec.name, layer, inlining)
             if version:

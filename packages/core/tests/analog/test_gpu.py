@@ -124,6 +124,7 @@ def test_compiled_noise_is_drawn_anew(options: dict[str, Any]) -> None:
     outputs = []
     for _ in range(8):
         torch.compiler.cudagraph_mark_step_begin()
+        model.zero_grad()  # gradients lie in the graph's memory, which the next replay writes
         y = compiled(x)
         outputs.append(y.detach().clone())
         y.sum().backward()
