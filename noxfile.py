@@ -218,7 +218,8 @@ def trainer(session: nox.Session) -> None:
 def accelerate(session: nox.Session) -> None:
     """The examples under `accelerate launch` (two processes; DDP, DeepSpeed ZeRO-2), in an environment of its own."""
     requirements = ("accelerate==1.15.0", "transformers==5.24.0", "deepspeed==0.19.8")
-    foreign(session, "tests/test_accelerate_example.py tests/test_bisect_ranks.py -k accelerate", *requirements, env={"DS_BUILD_OPS": "0"})
+    selected = "tests/test_accelerate_example.py tests/test_bisect_ranks.py -k accelerate"
+    foreign(session, selected, *requirements, env={"DS_BUILD_OPS": "0"})
 
 
 def foreign(session: nox.Session, test: str, *requirements: str, env: dict[str, str] | None = None) -> None:

@@ -177,7 +177,7 @@ def test_a_switch_compiles_once_and_serves_no_stale_graph(device: str) -> None:
             before = counts()
             step(function, x)
             assert counts() == before
-        with triptych.use("composite", compile="inline"), ran_on("composite", "rms_norm"):
+        with scope.process_policy("composite", compile="inline"), ran_on("composite", "rms_norm"):
             step(function, x)
     assert compiler.graphs == 2
 

@@ -31,6 +31,8 @@ def linear_samples() -> Iterator[Sample]:
     yield _sample("all_float32", (4, 3, 42), 20, wide=True, **full)
     yield _sample("plain", (6, 40), 24, smooth=("x", "weight", "bias"))
     yield _sample("plain_without_bias", (6, 40), 24, bias=False, smooth=("x", "weight"))
+    yield _sample("plain_leading", (2, 3, 40), 24, smooth=("x", "weight", "bias"))
+    yield _sample("plain_vector", (40,), 24, smooth=("x", "weight", "bias"))
     yield _sample("one_dimension", (40,), 24, input_range_mode="learned", inp_res=254.0)
     yield _sample("fast", (6, 40), 24, tiles=2, input_range_mode="fast", smooth=("x", "weight", "bias", "input_range"))
     yield _sample("fast_dac", (6, 40), 24, tiles=2, input_range_mode="fast", inp_res=254.0)

@@ -405,7 +405,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward(const Tensor& dy, con
     call.workspace = workspace.data_ptr();
     C10_CUDA_CHECK(cuda::input_gradient(call, stream_of(x)));
   } else if (needs.dx && clamped.scalar_type() != dx.scalar_type()) {
-    dx.copy_(clamped);
+    dx.view({rows, columns}).copy_(clamped);  // x may have any number of leading dimensions
   }
   return {dx, dweight, dbias, drange};
 }
