@@ -15,6 +15,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from triptych import registry
+
 DOCS = Path(__file__).parents[2] / "docs"
 LETTERS = {"composite": "o", "torch": "p", "triton": "t", "cuda": "c"}
 TITLES = {"cpu": "On a CPU, ranks over gloo", "gpu": "On a GPU"}
@@ -36,11 +38,11 @@ def keep(results: Path, command: str) -> dict[str, Any]:
         if record["outcome"] not in ("passed", "failed"):
             continue
         for op, backend in record["ran"]:
-            if backend in LETTERS:
+            if backend in LETTERS and op in registry.ops.names():
                 cells[record["feature"], op, backend][record["outcome"] == "failed"] += 1
     return {
         "date": datetime.date.today().isoformat(),
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "triton")},
+        "versions": {name: importlib.metadata.version(name).partition("+")[0] for name in ("torch", "triton")},
         "command": command,
         "cells": [[*key, *found] for key, found in sorted(cells.items())],
     }

@@ -135,7 +135,7 @@ def no_rows_crash(healthy: Healthy, *args: Any) -> Tensors:
     return healthy(*args)
 
 
-@fault("forward_values", "backward_values")
+@fault("forward_values", "backward_values", "sharding_rule")
 def one_lane_nan(healthy: Healthy, *args: Any) -> Tensors:
     """One element is NaN."""
     outputs = healthy(*args)
