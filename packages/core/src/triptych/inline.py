@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from triptych import caches, compile_mode, fingerprint, operator, registry, scope
+from triptych import caches, compile_mode, fingerprint, operator, registry, scope, traced
 from triptych.backend import ask
 from triptych.call import FORWARD
 from triptych.errors import PluginError, Refused, TriptychError
@@ -52,6 +52,7 @@ def run(spec: OpSpec, args: tuple[Any, ...], layer: str, version: str) -> Any:
     return getattr(torch.ops.triptych_inline, spec.name).default(*args, layer, version)
 
 
+@traced.constant
 def version_of(name: str, layer: str, inlining: str) -> str:
     """Which version of an op's implementation to trace through, under the policy in force; "" for none.
 
@@ -59,8 +60,7 @@ def version_of(name: str, layer: str, inlining: str) -> str:
     before a graph runs again.
     """
     caches.keep()
-    # Asked here, where Python runs: torch.compile of torch 2.11 takes it for True in all code that it traces.
-    if not inlining or torch.compiler.is_exporting() or _against_rules(name, layer):
+    if not inlining or traced.exporting() or _against_rules(name, layer):
         return ""
     try:
         version = _version(name)
@@ -69,11 +69,6 @@ def version_of(name: str, layer: str, inlining: str) -> str:
         return ""
     _traced_ops.add(name)
     return version
-
-
-# What torch.compiler.assume_constant_result does, which would import the compiler: as long as importing torch. A torch
-# that did not know the mark would trace into the function, and say under fullgraph that it cannot.
-version_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def against(name: str, layer: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch._C import _functorch as functorch
 
-from triptych import remake
+from triptych import remake, traced
 from triptych.analog.config import AnalogConfig
 from triptych.analog.enums import WeightClipType, WeightNoiseInjectionType, WeightQuantizationType
 from triptych.errors import ArgumentError
@@ -187,7 +187,7 @@ def calibrate(circuit: Circuit, crossbar: Crossbar, x: Tensor, layer: str) -> No
     stored = [each.detach() for each in state if each is not None]
     mode: Literal["std", "extremes"] = "extremes" if circuit.mode == "fast" else "std"
     # All is detached; a program that torch.export made with a region without gradients in it could not be loaded.
-    with nullcontext() if torch.compiler.is_exporting() else torch.no_grad():
+    with nullcontext() if traced.exporting() else torch.no_grad():
         updated = input_range_update(
             x.detach(),
             *stored,

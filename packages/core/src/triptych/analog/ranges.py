@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from triptych import traced
 from triptych.analog import sharded
 from triptych.analog.clipping import is_deepspeed
 from triptych.analog.crossbar import Crossbar, calibrate, check_transforms, recomputing
@@ -104,7 +105,7 @@ def follow(layer: AnalogLayer, inputs: Sequence[Tensor]) -> None:
     check_transforms(layer.layer_name)
     if torch.compiler.is_compiling():
         spread = sharded.mesh_of(layer.input_range) is not None  # tensor parallelism: the op's sharding rule does it
-        if not torch.compiler.is_exporting() and not spread and _in_a_group():
+        if not traced.exporting() and not spread and _in_a_group():
             # Who calls the layer, and what it has in its Parameter's place, is known when the graph runs.
             kept = [each.detach() for each in _state(layer)]
             torch.ops.triptych.follow([x.detach() for x in inputs], kept, layer.__dict__[_NUMBER])
