@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
+from compiling import assert_same, nothing_is_compiled_before_or_after, trained  # noqa: F401
 from subjects import (
     BACKENDS,
     CONVERTERS,
@@ -18,7 +17,6 @@ from subjects import (
     config,
     counts,
     ran_on,
-    step,
 )
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -37,27 +35,6 @@ RESIZED = [
     if backend != "triton" or name in ("rms_norm", "analog")
 ]
 """Without a GPU triton's kernels are interpreted: each of its analog models would take ten seconds."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_compiled_before_or_after() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-def trained(model: nn.Module, function: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Tensor]:
-    """The loss and the gradients of one step with fixed noise."""
-    model.zero_grad()
-    torch.manual_seed(3)
-    found = {"loss": step(function, x)}
-    return found | {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert_close(found[name], value, name)
 
 
 # --- every op on every backend ----------------------------------------------------------------------------------------

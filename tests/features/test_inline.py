@@ -6,13 +6,14 @@ import importlib.util
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from compiling import assert_same, nothing_is_compiled_before_or_after, trained  # noqa: F401
 from subjects import SUBJECTS, assert_close, batch, build, counts, ran_on, step
-from torch import Tensor, nn
+from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 import triptych
@@ -27,27 +28,6 @@ OPS = ("rms_norm", "add_rms_norm", "tile_abs_max", "tile_std", "input_range_upda
 SLOW = ("add_rms_norm", "tile_abs_max", "analog_weight", "analog_linear")
 THIRD_PARTY = Path(__file__).parents[2] / "examples" / "third_party_op.py"
 Record = Callable[[str, object], None]
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_compiled_before_or_after() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-def trained(model: nn.Module, function: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Tensor]:
-    """The loss and the gradients of one step with fixed noise."""
-    model.zero_grad()
-    torch.manual_seed(3)
-    found = {"loss": step(function, x)}
-    return found | {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert_close(found[name], value, name)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
